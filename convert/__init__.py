@@ -1,0 +1,1 @@
+"""Checkpoints across frameworks: CoreNet, Hugging Face, PEFT, quantised folders, Core ML."""

@@ -1,0 +1,293 @@
+"""OpenELM decoder: layer-wise scaled, grouped queries, QK-norm, RoPE, gated feed-forward, no biases.
+
+B batch, L new tokens, S cached + new, D model_dim, H / K query / key-value heads, E head_dim,
+F feed-forward width, V vocabulary.  H, K and F differ from layer to layer.
+
+Parameter names are those of Apple's Hugging Face checkpoints and of ``mlx_lm.models.openelm``.
+Knows nothing about files or tokens' text. Source: apple/corenet@1aa3acd ``general_gpt.py``.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map_with_path
+
+from openelm_mlx.cache import Cache
+from openelm_mlx.config import ModelArgs as ModelArgs
+
+Mask = mx.array | Literal["causal"] | None
+
+
+def _swish(x: mx.array) -> mx.array:
+    return x * mx.sigmoid(x)
+
+
+def _gelu(x: mx.array) -> mx.array:
+    return x * (1 + mx.erf(x * 2**-0.5)) / 2
+
+
+def _relu(x: mx.array) -> mx.array:
+    return mx.maximum(x, 0)
+
+
+def _gated(activation: Callable[[mx.array], mx.array]) -> Callable[[mx.array], mx.array]:
+    """``activation(gate) * value`` over the two halves of the last axis (Shazeer 2020)."""
+
+    def glu(gate: mx.array, value: mx.array) -> mx.array:
+        return activation(gate) * value
+
+    # One kernel on a GPU; on a CPU the C++ compiler would cost seconds at the first call.
+    fused = mx.compile(glu, shapeless=True) if mx.default_device().type == mx.gpu else glu
+    return lambda x: fused(*mx.split(x, 2, axis=-1))
+
+
+_ACTIVATIONS = {"swish": _swish, "gelu": _gelu, "relu": _relu}
+_GATED = {name: _gated(activation) for name, activation in _ACTIVATIONS.items()}
+
+
+def _project_and_add(residual: mx.array, x: mx.array, linear: nn.Module) -> mx.array:
+    """``residual + linear(x)``, in one kernel where the layer is a plain matrix."""
+    if type(linear) is nn.Linear:
+        return mx.addmm(residual, x, linear.weight.T)
+    return residual + linear(x)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with the head counts of one layer."""
+
+    def __init__(self, args: ModelArgs, layer_index: int) -> None:
+        super().__init__()
+        self.num_heads = H = args.num_query_heads[layer_index]
+        self.num_kv_heads = K = args.num_kv_heads[layer_index]
+        self.head_dim = E = args.head_dim
+        self.rope_base = float(args.rope_freq_constant)
+        self.eps = args.rms_norm_eps
+        self.qkv_proj = nn.Linear(args.model_dim, (H + 2 * K) * E, bias=False)
+        self.out_proj = nn.Linear(H * E, args.model_dim, bias=False)
+        if args.normalize_qk_projections:
+            self.q_norm = nn.RMSNorm(E, eps=args.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(E, eps=args.rms_norm_eps)
+
+    def __call__(
+        self, x: mx.array, mask: Mask = None, cache: Cache | None = None, *, residual: mx.array
+    ) -> mx.array:
+        """Attend over the new and the cached tokens.
+
+        Args:
+            x: (B, L, D), normalised.
+            mask: ``"causal"``, an array that broadcasts to (B, H, L, S), or None for one token.
+            cache: this layer's cache, updated in place.
+            residual: (B, L, D), added to the projected output.
+
+        Returns:
+            (B, L, D).
+        """
+        B, L, _ = x.shape
+        H, K, E = self.num_heads, self.num_kv_heads, self.head_dim
+        qkv = self.qkv_proj(x).reshape(B, L, H + 2 * K, E).transpose(0, 2, 1, 3)
+        qk, values = mx.split(qkv, [H + K], axis=1)  # (B, H + K, L, E), (B, K, L, E)
+        if "q_norm" in self:
+            qk = mx.fast.rms_norm(qk, None, self.eps) * self._qk_weight()
+        offset = 0 if cache is None else cache.offset
+        qk = mx.fast.rope(qk, E, traditional=False, base=self.rope_base, scale=1.0, offset=offset)
+        queries, keys = mx.split(qk, [H], axis=1)
+        if cache is not None:
+            keys, values = cache.update_and_fetch(keys, values)
+        out = _attend(queries, keys, values, mask, cache)  # (B, H, L, E)
+        out = out.transpose(0, 2, 1, 3).reshape(B, L, H * E)
+        return _project_and_add(residual, out, self.out_proj)
+
+    def _qk_weight(self) -> mx.array:
+        """The norm weights as (H + K, 1, E), so that queries and keys share one norm and one RoPE.
+
+        Kept between calls outside training, since building it costs a kernel a layer and token.
+        """
+        q, k = self.q_norm.weight, self.k_norm.weight
+        if not self.training and self.get("_qk_source") == (id(q), id(k)):
+            return self["_qk_rows"]
+        rows = mx.concatenate(
+            [
+                mx.broadcast_to(q, (self.num_heads, 1, self.head_dim)),
+                mx.broadcast_to(k, (self.num_kv_heads, 1, self.head_dim)),
+            ]
+        )
+        if not self.training:
+            try:
+                mx.eval(rows)
+            except ValueError:  # inside a function transformation: nothing may be kept
+                return rows
+            self._qk_rows, self._qk_source = rows, (id(q), id(k))
+            self._qk_alive = (q, k)  # an id stays unique only while its array lives
+        return rows
+
+
+def _attend(queries: mx.array, keys: Any, values: Any, mask: Mask, cache: Cache | None) -> mx.array:
+    """Scaled dot-product attention, (B, H, L, E); keys and values are (B, K, S, E)."""
+    scale = queries.shape[-1] ** -0.5
+    if hasattr(cache, "bits"):  # mlx_lm's quantised cache hands out packed keys and values
+        from mlx_lm.models.base import scaled_dot_product_attention
+
+        return scaled_dot_product_attention(
+            queries, keys, values, cache=cache, scale=scale, mask=mask
+        )
+    any_mask: Any = mask  # MLX's stub leaves out "causal"
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=any_mask)
+
+
+class MLP(nn.Module):
+    """Feed-forward network of one layer, gated (``proj_1`` = [gate; value] rows) or not."""
+
+    def __init__(self, args: ModelArgs, layer_index: int) -> None:
+        super().__init__()
+        F = args.ffn_dims[layer_index]
+        table = _GATED if args.ffn_with_glu else _ACTIVATIONS
+        self._activation = table[args.activation_fn_name]
+        self.proj_1 = nn.Linear(args.model_dim, 2 * F if args.ffn_with_glu else F, bias=False)
+        self.proj_2 = nn.Linear(F, args.model_dim, bias=False)
+
+    def __call__(self, x: mx.array, *, residual: mx.array) -> mx.array:
+        """``residual`` + network(``x``); all (B, L, D)."""
+        return _project_and_add(residual, self._activation(self.proj_1(x)), self.proj_2)
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm attention and feed-forward of one layer."""
+
+    def __init__(self, args: ModelArgs, layer_index: int) -> None:
+        super().__init__()
+        self.attn = Attention(args, layer_index)
+        self.ffn = MLP(args, layer_index)
+        self.ffn_norm = nn.RMSNorm(args.model_dim, eps=args.rms_norm_eps)
+        self.attn_norm = nn.RMSNorm(args.model_dim, eps=args.rms_norm_eps)
+
+    def __call__(self, x: mx.array, mask: Mask = None, cache: Cache | None = None) -> mx.array:
+        """(B, L, D) -> (B, L, D)."""
+        h = self.attn(self.attn_norm(x), mask, cache, residual=x)
+        return self.ffn(self.ffn_norm(h), residual=h)
+
+
+class OpenELMModel(nn.Module):
+    """Embedding, layers and final norm."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.token_embeddings = nn.Embedding(args.vocab_size, args.model_dim)
+        self.layers = [TransformerBlock(args, i) for i in range(args.num_transformer_layers)]
+        self.norm = nn.RMSNorm(args.model_dim, eps=args.rms_norm_eps)
+
+    def __call__(self, inputs: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
+        """(B, L) token ids -> (B, L, D) normalised hidden states."""
+        h = self.token_embeddings(inputs)
+        mask = attention_mask(inputs.shape[1], None if cache is None else cache[0])
+        for i, layer in enumerate(self.layers):
+            h = layer(h, mask, None if cache is None else cache[i])
+        return self.norm(h)
+
+
+class Model(nn.Module):
+    """OpenELM language model.
+
+    Args:
+        args: the architecture. Weights are drawn as CoreNet draws them: standard deviation
+            in_features^-0.5, for ``out_proj`` and ``proj_2`` D^-0.5 (2N)^-0.5, norms 1; MLX's
+            lazy arrays cost nothing when a checkpoint replaces them.
+    """
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.args = args
+        self.model_type = args.model_type
+        self.transformer = OpenELMModel(args)
+        if not args.share_input_output_layers:
+            self.lm_head = nn.Linear(args.model_dim, args.vocab_size, bias=False)
+        self._initialise()
+
+    def __call__(self, inputs: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
+        """Logits of every position.
+
+        Args:
+            inputs: (B, L) integer token ids.
+            cache: one cache a layer, ours or mlx_lm's, updated in place; None to attend only
+                within ``inputs``.
+
+        Returns:
+            (B, L, V) in the weights' dtype; position t scores the token after input t.
+        """
+        return self.head(self.transformer(inputs, cache))
+
+    def head(self, hidden: mx.array) -> mx.array:
+        """(..., D) normalised hidden states -> (..., V) logits."""
+        if "lm_head" in self:
+            return self.lm_head(hidden)
+        return self.transformer.token_embeddings.as_linear(hidden)
+
+    @property
+    def layers(self) -> list[TransformerBlock]:
+        """The transformer layers, where mlx_lm looks for them."""
+        return self.transformer.layers
+
+    def _initialise(self) -> None:
+        """Redraw all weights as apple/corenet ``general_gpt.py`` ``reset_parameters`` does."""
+        args = self.args
+        residual_std = args.model_dim**-0.5 * (2 * args.num_transformer_layers) ** -0.5
+
+        def draw(path: str, weight: mx.array) -> mx.array:
+            if weight.ndim == 1:
+                return weight
+            writes_residual = path.endswith(("out_proj.weight", "proj_2.weight"))
+            std = residual_std if writes_residual else weight.shape[1] ** -0.5
+            return mx.random.normal(weight.shape, scale=std)
+
+        self.update(tree_map_with_path(draw, self.parameters()))
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Drop or rename what Hugging Face checkpoints hold twice (BEHAVIOURS 15).
+
+        Args:
+            weights: parameter name -> array, as read from a file.
+
+        Returns:
+            The same with one ``lm_head.weight`` for an untied model and none for a tied one.
+
+        Raises:
+            ValueError: if two copies of one matrix differ.
+        """
+        out = dict(weights)
+        classifier = out.pop("transformer.classifier.weight", None)
+        table = out.get("transformer.token_embeddings.weight")
+        if self.args.share_input_output_layers:
+            for name, copy in (
+                ("lm_head.weight", out.pop("lm_head.weight", None)),
+                ("transformer.classifier.weight", classifier),
+            ):
+                _require_equal(name, copy, "transformer.token_embeddings.weight", table)
+        elif classifier is not None:
+            head = out.setdefault("lm_head.weight", classifier)
+            _require_equal("transformer.classifier.weight", classifier, "lm_head.weight", head)
+        return out
+
+
+def attention_mask(num_tokens: int, cache: Any = None) -> Mask:
+    """The mask for ``num_tokens`` new tokens: the cache's own, ``"causal"``, or None for one."""
+    if hasattr(cache, "make_mask"):  # mlx_lm's rotating, quantised and batch caches
+        mask: Mask = cache.make_mask(num_tokens, return_array=False, window_size=None)
+        return mask
+    return None if num_tokens == 1 else "causal"
+
+
+def num_parameters(module: nn.Module) -> int:
+    """Number of array elements among a module's parameters (packed elements if quantised)."""
+    leaves: Any = tree_flatten(module.parameters())
+    return sum(array.size for _, array in leaves)
+
+
+def _require_equal(name: str, copy: mx.array | None, of: str, original: mx.array | None) -> None:
+    if copy is None or original is None:
+        return
+    if copy.shape != original.shape or not mx.array_equal(copy, original).item():
+        raise ValueError(
+            f"checkpoint: {name} differs from {of}, but the config says they are one matrix; "
+            "set share_input_output_layers to false in config.json, or remove the wrong one"
+        )
