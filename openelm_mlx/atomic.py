@@ -110,15 +110,17 @@ def _swap(temporary: Path, target: Path) -> None:
     if not target.exists():
         os.rename(temporary, target)
         return
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
-    os.rename(target, old / target.name)
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
+    old = aside / target.name
     try:
+        os.rename(target, old)
         os.rename(temporary, target)
     except BaseException:
-        os.rename(old / target.name, target)
+        if old.exists() and not target.exists():
+            os.rename(old, target)
         raise
     finally:
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _fsync(path: Path) -> None:

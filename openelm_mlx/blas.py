@@ -36,8 +36,9 @@ def _preload() -> str:
         return f"off: {SWITCH}=0"
     if "mlx.core" in sys.modules:
         return "not used: mlx.core was imported before openelm_mlx"
-    if mlx_backend() != "cpu":
-        return "not used: MLX runs on its CUDA backend"
+    backend = mlx_backend()
+    if backend != "cpu":
+        return f"not used: MLX's backend is {backend}"
     try:
         ctypes.CDLL(_LIBRARY, mode=ctypes.RTLD_GLOBAL)
     except OSError:

@@ -17,10 +17,21 @@ from pathlib import Path
 
 from openelm_mlx import __version__, blas
 
-_REQUIRED = ("mlx-lm", "numpy", "sentencepiece", "tokenizers", "transformers", "huggingface-hub")
+_REQUIRED = (
+    "mlx-lm",
+    "numpy",
+    "sentencepiece",
+    "tokenizers",
+    "transformers",
+    "huggingface-hub",
+    "coremltools",
+    "jinja2",
+    "pyyaml",
+    "tqdm",
+)
 _OPTIONAL = ("pyarrow", "ftfy", "zstandard", "datasets", "lm-eval", "matplotlib", "coreai-core")
 _BACKENDS = ("mlx-metal", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")
-_PACKAGES = ("mlx", *_BACKENDS, *_REQUIRED, "coremltools", *_OPTIONAL, "torch")
+_PACKAGES = ("mlx", *_BACKENDS, *_REQUIRED, *_OPTIONAL, "torch")
 _DISTRIBUTED = ("ring", "mpi", "nccl", "jaccl")
 _GEMM_SECONDS = 0.1
 _DRIVER = Path("/proc/driver/nvidia/version")  # there when the NVIDIA kernel module is loaded
@@ -175,6 +186,9 @@ def _hub() -> dict[str, object]:
 
 def _to_mend(versions: dict[str, str], gpu: bool | None) -> dict[str, str]:
     gaps = _backend_gaps(versions, gpu)
+    needed = [name for name in _REQUIRED if name not in versions]
+    if needed:
+        gaps[f"{', '.join(needed)} absent"] = "pip install openelm-mlx"
     if blas.status.startswith("absent"):
         gaps["OpenBLAS is absent: float32 on the CPU is slow"] = (
             "apt-get install libopenblas0-pthread   (Fedora: dnf install openblas)"
