@@ -1,4 +1,4 @@
-"""OpenELM decoder: layer-wise scaled, grouped queries, QK-norm, RoPE, gated feed-forward, no biases.
+"""OpenELM decoder: layer-wise scaling, grouped queries, QK-norm, RoPE, no biases.
 
 B batch, L new tokens, S cached + new, D model_dim, H / K query / key-value heads, E head_dim,
 F feed-forward width, V vocabulary.  H, K and F differ from layer to layer.
@@ -123,7 +123,7 @@ class Attention(nn.Module):
         return rows
 
 
-def _attend(queries: mx.array, keys: Any, values: Any, mask: Mask, cache: Cache | None) -> mx.array:
+def _attend(queries: mx.array, keys: Any, values: Any, mask: Any, cache: Any) -> mx.array:
     """Scaled dot-product attention, (B, H, L, E); keys and values are (B, K, S, E)."""
     scale = queries.shape[-1] ** -0.5
     if hasattr(cache, "bits"):  # mlx_lm's quantised cache hands out packed keys and values
@@ -132,8 +132,7 @@ def _attend(queries: mx.array, keys: Any, values: Any, mask: Mask, cache: Cache 
         return scaled_dot_product_attention(
             queries, keys, values, cache=cache, scale=scale, mask=mask
         )
-    any_mask: Any = mask  # MLX's stub leaves out "causal"
-    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=any_mask)
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
 
 
 class MLP(nn.Module):
