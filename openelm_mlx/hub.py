@@ -1,0 +1,88 @@
+"""A folder on this machine or a repository on the Hugging Face Hub -> a local folder.
+
+The only module that talks to the Hub; ``huggingface_hub`` resumes downloads, keeps its cache and
+reads HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE.
+"""
+
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+MODEL_FILES = (
+    *("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model"),
+    *("*.jinja", "weights*.npz"),
+)
+TORCH_FILES = ("pytorch_model*.bin", "pytorch_model*.bin.index.json")
+TOKENIZER_FILES = (
+    *("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("chat_template.jinja", "generation_config.json"),
+)
+_REPO_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def local_or_download(
+    path_or_repo: str | Path,
+    *,
+    revision: str | None = None,
+    patterns: Sequence[str] = MODEL_FILES,
+) -> Path:
+    """Find a folder, or download the named repository into the Hub's cache.
+
+    Args:
+        path_or_repo: a folder, or a repository id such as ``apple/OpenELM-270M``.
+        revision: branch, tag or commit of the repository.
+        patterns: file names to download.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileNotFoundError: if it is neither a folder nor looks like a repository id, or the Hub
+            has no such repository or revision.
+        ConnectionError: if the Hub cannot be reached and nothing is cached.
+        PermissionError: if the repository is gated or private.
+    """
+    path = Path(path_or_repo).expanduser()
+    if path.is_dir():
+        return path
+    name = str(path_or_repo)
+    if path.exists() or not _REPO_ID.fullmatch(name) or name.startswith("."):
+        what = "is a file, not a model folder" if path.exists() else "does not exist"
+        raise FileNotFoundError(
+            f"{name} {what}; give a folder with config.json, or a Hub repository such as "
+            "apple/OpenELM-270M"
+        )
+    return download(name, revision=revision, patterns=patterns)
+
+
+def download(repo: str, *, revision: str | None, patterns: Sequence[str]) -> Path:
+    """Download the matching files of a repository; see :func:`local_or_download`."""
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
+    except errors.GatedRepoError as error:
+        raise PermissionError(
+            f"{repo} is gated: accept its licence on the Hub, then `hf auth login` or set HF_TOKEN"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise FileNotFoundError(f"{repo} has no revision {revision!r} on the Hub") from error
+    except errors.RepositoryNotFoundError as error:
+        raise FileNotFoundError(
+            f"{repo} is neither a folder here nor a repository on the Hub (private ones need "
+            "`hf auth login` or HF_TOKEN)"
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError) as error:
+        raise ConnectionError(
+            f"{repo} is not a folder here, not in the local cache, and the Hub cannot be reached: "
+            f"{_first_line(error)}; check the network, HF_ENDPOINT and HF_HUB_OFFLINE"
+        ) from error
+    except errors.HFValidationError as error:
+        raise FileNotFoundError(f"{repo} is neither a folder here nor a repository id") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
