@@ -114,9 +114,13 @@ def find_shadowing_convert() -> Path | None:
         if path.is_file() and path.resolve().parent not in (ours, ours.parent):
             return path
     spec = find_spec("convert")
-    if spec is None or spec.origin is None or Path(spec.origin).resolve().parent == ours:
+    if spec is None:
         return None
-    return Path(spec.origin)
+    folders = list(
+        spec.submodule_search_locations or []
+    )  # a folder without __init__.py has no origin
+    found = Path(spec.origin or folders[0])
+    return None if ours in (found.resolve(), found.resolve().parent) else found
 
 
 def _versions() -> dict[str, str]:

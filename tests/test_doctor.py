@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 import timeit
+from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -241,6 +242,16 @@ def test_a_convert_in_the_working_folder_is_noticed(
     assert f"{tmp_path / name} hides the package `convert`" in to_mend(monkeypatch)
 
 
+def test_a_convert_folder_earlier_on_the_path_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "convert").mkdir()
+    spec = ModuleSpec("convert", None, is_package=True)  # a namespace package: no __init__.py
+    spec.submodule_search_locations = [str(tmp_path / "convert")]
+    monkeypatch.setattr(doctor, "find_spec", lambda name: spec)
+    assert doctor.find_shadowing_convert() == tmp_path / "convert"
+
+
 def test_our_own_folder_does_not_shadow_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(doctor.__file__).parent.parent
     for folder in (root, root / "convert"):
@@ -269,7 +280,8 @@ def test_the_token_is_never_shown(
 def test_hub_settings_agree_with_huggingface_hub(tmp_path: Path) -> None:
     code = (
         "import json; from huggingface_hub import constants as c; "
-        "from openelm_mlx.doctor import _hub; print(json.dumps([c.HF_HUB_CACHE, c.HF_HUB_OFFLINE, _hub()]))"
+        "from openelm_mlx.doctor import _hub; "
+        "print(json.dumps([c.HF_HUB_CACHE, c.HF_HUB_OFFLINE, _hub()]))"
     )
     environment = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "xdg")}
     for extra in ({}, {"HF_HOME": "~/hf", "HF_HUB_OFFLINE": "yes"}, {"HF_HUB_CACHE": "/c"}):
