@@ -1,9 +1,9 @@
 """OpenELM forward pass in NumPy: the independent judge of the tests.
 
-Written from the paper (Mehta et al. 2024, arXiv 2404.14619, section 2) and from what was measured on
-apple/corenet@1aa3acd, never from the code under test. Slow and plain on purpose.
+Written from the paper (Mehta et al. 2024, arXiv 2404.14619, section 2) and from what was measured
+on apple/corenet@1aa3acd, never from the code under test. Slow and plain on purpose.
 
-B batch, L tokens, D model_dim, H / K query / key-value heads, E head_dim, F inner width, V vocabulary.
+B batch, L tokens, D model_dim, H / K query / key-value heads, E head_dim, V vocabulary.
 """
 
 import math
@@ -115,7 +115,7 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 def attention(
     c: Mapping[str, Any], w: Weights, size: LayerSize, x: np.ndarray, positions: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Grouped-query attention (B, L, D) -> (B, L, D); also keys before RoPE and values (B, K, L, E)."""
+    """(B, L, D) -> (B, L, D); also the keys before RoPE and the values, (B, K, L, E)."""
     (batch, length, _), e = x.shape, c["head_dim"]
     h, k, _ = size
     rows = np.split(x @ w["attn.qkv_proj.weight"].T, [h * e, (h + k) * e], axis=-1)
@@ -166,8 +166,8 @@ def trace(
         dtype: to compute in.
 
     Returns:
-        ``embeddings``, ``layer_i``, ``layer_i.attn_out``, ``final_norm`` (B, L, D); ``keys.i`` before
-        RoPE and ``values.i`` (B, K, L, E); ``logits`` (B, L, V).
+        ``embeddings``, ``layer_i``, ``layer_i.attn_out``, ``final_norm`` (B, L, D); ``keys.i``
+        before RoPE and ``values.i`` (B, K, L, E); ``logits`` (B, L, V).
     """
     c = {**DEFAULTS, **config}
     w = {k.removeprefix("transformer."): v.astype(dtype) for k, v in weights.items()}

@@ -1,0 +1,71 @@
+"""Fixtures that several test modules share."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import golden_set  # imports openelm_mlx, so that OpenBLAS comes before mlx.core
+import mlx.core as mx
+import pytest
+
+from openelm_mlx.config import ModelArgs
+from openelm_mlx.model import Model
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run tests that take ``golden_model`` once for each tiny model at hand."""
+    if "golden_model" in metafunc.fixturenames:
+        metafunc.parametrize("golden_model", golden_set.models())
+
+
+@pytest.fixture(scope="session")
+def golden() -> Callable[[str], Path]:
+    """``golden("io/x.safetensors")``: the best copy there is, or the test is skipped."""
+
+    def path(name: str) -> Path:
+        found = golden_set.find(name)
+        if found is None:
+            pytest.skip(f"golden {name} is not in the committed cut")
+        return found
+
+    return path
+
+
+@pytest.fixture
+def tiny_args() -> ModelArgs:
+    """Unequal layers: heads [2, 4], kv heads [1, 2], feed-forward [0.5, 1.0]; 61 tokens."""
+    return ModelArgs.from_scaling(
+        num_transformer_layers=2,
+        model_dim=32,
+        head_dim=8,
+        qkv_multipliers=(0.5, 1.0),
+        ffn_multipliers=(0.5, 1.0),
+        num_gqa_groups=2,
+        ffn_dim_divisor=8,
+        vocab_size=61,
+    )
+
+
+@pytest.fixture
+def tiny_model(tiny_args: ModelArgs) -> Model:
+    """Float32, in eval mode, norm weights far from 1 so that a forgotten norm shows."""
+    mx.random.seed(1)
+    model = Model(tiny_args)
+    norms = {
+        name: mx.random.uniform(0.4, 1.6, weight.shape)
+        for name, weight in golden_set.flat(model)
+        if weight.ndim == 1
+    }
+    model.load_weights(list(norms.items()), strict=False)
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+@pytest.fixture
+def tiny_model_dir(tiny_model: Model, tmp_path: Path) -> Path:
+    """``tiny_model`` saved as a model folder without a tokenizer."""
+    from openelm_mlx.checkpoint import save_model
+
+    folder = tmp_path / "tiny"
+    save_model(tiny_model, folder)
+    return folder
