@@ -1,0 +1,218 @@
+"""The import table of the project and the checker that reads sources against it.
+
+`test_architecture.py` runs it. Change the table and the README's tree together.
+"""
+
+import ast
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import openelm_mlx
+
+ROOT = Path(openelm_mlx.__file__).parent.parent
+PACKAGES = ("openelm_mlx", "convert")
+
+# A module may import modules of the rows above its own. Names without a dot are openelm_mlx's.
+LAYERS = {
+    "foundation": "atomic blas",
+    "0": """cache chat_template config detokenizer doctor hub losses mismatch optim plots recipe
+        sampling scaling sentencepiece_json text_files tokenizer tokenizer_backends tokenizer_codec
+        tokenizer_files tokenizer_search
+        convert.names
+        convert.pt_archive convert.pt_containers convert.pt_dtypes convert.pt_file
+        convert.pt_globals convert.pt_numpy convert.pt_tensor convert.pt_unpickler
+        convert.pt_writer
+        convert.mil_package convert.mil_ops convert.mil_eval""",
+    "1": "compatibility data model packing weight_files",
+    "2": "lora",
+    "3": "checkpoint",
+    "4": """decoding speculative trainer
+        convert.corenet convert.huggingface convert.peft convert.quantize
+        convert.coreml convert.coreml_graph convert.coreml_weights convert.coreml_verify
+        convert.coreai convert.coreai_api convert.coreai_verify""",
+    "5": "dpo evaluate finetune generate pretrain convert.cli",
+    "6": "bench demo",
+    "7": "cli",
+}
+# One thing split for reading: its parts may import each other though in one layer (patterns).
+FAMILIES = (
+    "tokenizer* sentencepiece_json detokenizer chat_template hub",
+    "config scaling",
+    "data packing",
+    "decoding speculative",
+    "convert.pt_*",
+    "convert.mil_*",
+    "convert.coreml*",
+    "convert.coreai*",
+)
+# The library reaches into `convert` only here (stages of layer 6 and 7 aside), inside functions.
+INTO_CONVERT = "checkpoint evaluate weight_files"
+CONVERT_FOR_LIBRARY = (
+    "convert.names convert.pt_file convert.mil_package convert.mil_ops convert.mil_eval"
+)
+
+# Third parties: what a layer adds to those above it in LAYERS, anywhere or inside functions only.
+ANYWHERE = {"0": "mlx yaml sentencepiece", "1": "numpy", "4": "tqdm"}
+INSIDE = {
+    "0": "ftfy huggingface_hub jinja2 matplotlib pyarrow tokenizers zstandard",
+    "1": "datasets",
+    "5": "lm_eval mlx_lm",
+}
+MLX_ALONE = "cache losses model optim sampling"  # no other third party
+# Exceptions, by pattern; `!` where a module-level import is allowed.
+ALSO = {
+    "model": "mlx_lm",  # its attention, where a cache is quantised
+    "convert.quantize": "mlx_lm",  # wraps its quantize_model
+    "convert.pt_*": "numpy!",
+    "convert.mil_*": "numpy! coremltools",
+    "convert.coreml*": "coremltools",
+    "convert.coreai_api": "coreai",
+}
+EMPTY_NAMES = {"utils", "util", "common", "base", "helpers", "misc"}
+ADVICE = "add it to the table in tests/import_rules.py and to the README's tree"
+
+RANKS = list(LAYERS)
+
+
+def _full(name: str) -> str:
+    return name if name.startswith("convert.") else f"openelm_mlx.{name}"
+
+
+def _short(module: str) -> str:
+    return module.removeprefix("openelm_mlx.")
+
+
+LAYER_OF = {_full(name): rank for rank, names in LAYERS.items() for name in names.split()}
+LAYER_OF |= {"openelm_mlx": "foundation", "convert": "foundation"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    """One import statement's target."""
+
+    target: str  # the dotted module that is reached
+    line: int
+    deferred: bool  # in a function or under TYPE_CHECKING: not run when the module is imported
+    for_types: bool  # under TYPE_CHECKING
+
+
+def sources(root: Path = ROOT) -> dict[str, str]:
+    """Every module of the two packages: dotted name to source text."""
+    found = {}
+    for path in sorted(p for package in PACKAGES for p in (root / package).rglob("*.py")):
+        name = ".".join(path.relative_to(root).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = path.read_text(encoding="utf-8")
+    return found
+
+
+def imports(source: str, modules: set[str]) -> Iterator[Import]:
+    """All import statements of a module, wherever they stand."""
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree))
+    functions = [n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    typing = [n for n in nodes if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
+    in_functions = {id(n) for function in functions for n in ast.walk(function)}
+    in_typing = {id(n) for block in typing for n in ast.walk(block)}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            prefix = "." * node.level + (node.module or "")
+            targets = [_reached(prefix, alias.name, modules) for alias in node.names]
+        else:
+            continue
+        for_types = id(node) in in_typing
+        for target in targets:
+            deferred = for_types or id(node) in in_functions
+            yield Import(target=target, line=node.lineno, deferred=deferred, for_types=for_types)
+
+
+def _reached(module: str, name: str, modules: set[str]) -> str:
+    """The module that ``from module import name`` loads: a submodule, or a lazy name's home."""
+    if f"{module}.{name}" in modules:
+        return f"{module}.{name}"
+    return openelm_mlx._PUBLIC.get(name, module) if module == "openelm_mlx" else module
+
+
+def faults(texts: dict[str, str], modules: set[str] | None = None) -> list[str]:
+    """What breaks the table, one line each, in order of module and line.
+
+    ``modules`` are the names that exist, where ``texts`` holds only some of them.
+    """
+    found = []
+    modules = set(texts) | (modules or set())
+    for module, text in sorted(texts.items()):
+        if module not in LAYER_OF:
+            found.append(f"{module} is not in the import table: {ADVICE}")
+            continue
+        for item in sorted(imports(text, modules), key=lambda i: i.line):
+            fault = _fault(module, item)
+            if fault:
+                found.append(f"{module}:{item.line} imports {item.target}: {fault}")
+    return found
+
+
+def _fault(module: str, item: Import) -> str | None:
+    top = item.target.partition(".")[0]
+    if item.target.startswith("."):
+        return "write the full name of the module"
+    if top in PACKAGES:
+        return _project_fault(module, item)
+    return None if top in sys.stdlib_module_names else _third_party_fault(module, item)
+
+
+def _project_fault(module: str, item: Import) -> str | None:
+    target = item.target
+    if target not in LAYER_OF:
+        return f"it is not in the import table: {ADVICE}"
+    own, other = LAYER_OF[module], LAYER_OF[target]
+    if "." not in target or _one_family(module, target):
+        return None
+    if module == "openelm_mlx":
+        return None if item.for_types or other == "foundation" else "make it a lazy public name"
+    if RANKS.index(other) >= RANKS.index(own):
+        return f"layer {other} is not below layer {own}"
+    if target.startswith("convert."):
+        return None if module.startswith("convert.") else _into_convert_fault(module, item)
+    if module.startswith("convert.") and own == "0" and other != "foundation":
+        return "the lowest converters import nothing of the library"
+    return None
+
+
+def _one_family(module: str, target: str) -> bool:
+    pairs = [family.split() for family in FAMILIES]
+    return any(_matches(module, names) and _matches(target, names) for names in pairs)
+
+
+def _matches(module: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(_short(module), pattern) for pattern in patterns)
+
+
+def _into_convert_fault(module: str, item: Import) -> str | None:
+    if LAYER_OF[module] in ("6", "7"):
+        return None
+    if _short(module) not in INTO_CONVERT.split() or item.target not in CONVERT_FOR_LIBRARY.split():
+        return "the library does not import convert"
+    return None if item.deferred else "only inside a function"
+
+
+def _third_party_fault(module: str, item: Import) -> str | None:
+    top, rank = item.target.partition(".")[0], RANKS.index(LAYER_OF[module])
+    also = [
+        name for key, names in ALSO.items() if _matches(module, [key]) for name in names.split()
+    ]
+    if _short(module) in MLX_ALONE.split() and top not in ("mlx", *also):
+        return "this module stands on mlx alone"
+    if top in _reach(ANYWHERE, rank) or f"{top}!" in also:
+        return None
+    if top not in _reach(INSIDE, rank) | set(also):
+        return f"not a third party of layer {LAYER_OF[module]}"
+    return None if item.deferred else "only inside a function"
+
+
+def _reach(table: dict[str, str], rank: int) -> set[str]:
+    rows = [names for key, names in table.items() if RANKS.index(key) <= rank]
+    return {name for names in rows for name in names.split()}
