@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, object]
 T = TypeVar("T")
 
-# The format of corenet@1aa3acd projects/openelm/instruction_tuning/openelm-instruct.yaml, trained by
+# The format of corenet@1aa3acd (openelm/instruction_tuning/openelm-instruct.yaml), trained by
 # alignment-handbook@70769f9, which puts an empty system message before a first user message.
 # "<|user|>" and its like are ordinary pieces; only the end-of-text token is special.
 APPLE_INSTRUCT_TEMPLATE = r"""{{ bos_token }}

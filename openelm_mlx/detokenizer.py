@@ -135,7 +135,7 @@ class WindowDetokenizer(Detokenizer):
         settled = text
         for _ in range(_LONGEST_CHARACTER - 1):  # these may yet become one character
             settled = settled.removesuffix(_REPLACEMENT)
-        if text and settled == text or len(self._new) >= _LONGEST_WINDOW:
+        if (text and settled == text) or len(self._new) >= _LONGEST_WINDOW:
             return self._settle(text)
         fresh = settled[self._sent :]
         self._sent += len(fresh)

@@ -6,9 +6,11 @@ from pathlib import Path
 import golden_set  # imports openelm_mlx, so that OpenBLAS comes before mlx.core
 import mlx.core as mx
 import pytest
+import tiny_tokenizer as tiny
 
 from openelm_mlx.config import ModelArgs
 from openelm_mlx.model import Model
+from openelm_mlx.tokenizer import Tokenizer
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -69,3 +71,10 @@ def tiny_model_dir(tiny_model: Model, tmp_path: Path) -> Path:
     folder = tmp_path / "tiny"
     save_model(tiny_model, folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tiny.TinyTokenizer:
+    """320 pieces with byte fallback, unk 0, bos 1, eos 2, no pad: ``.path`` and ``.tokenizer``."""
+    path = tiny.train(tmp_path_factory.mktemp("tokenizer") / "tokenizer.model")
+    return tiny.TinyTokenizer(path, Tokenizer.from_path(path))
