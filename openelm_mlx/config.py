@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
+from openelm_mlx.config_check import problems
 from openelm_mlx.scaling import MULTIPLIER, make_divisible, per_layer
 
 logger = logging.getLogger(__name__)
-
-ACTIVATIONS = ("swish", "gelu", "relu")
 
 # Keys of a config.json that say nothing about the architecture: kept on save, never warned about.
 _NEUTRAL_KEYS = frozenset(
@@ -25,11 +24,6 @@ _NEUTRAL_KEYS = frozenset(
         *("output_attentions", "output_hidden_states"),
     }
 )
-_POSITIVE_INTEGERS = (
-    *("vocab_size", "max_context_length", "num_transformer_layers", "model_dim", "head_dim"),
-    *("num_gqa_groups", "ffn_dim_divisor", "rope_max_length"),
-)
-_BOOLEANS = ("ffn_with_glu", "normalize_qk_projections", "share_input_output_layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,43 +69,41 @@ class ModelArgs:
     extra: Mapping[str, Any] = field(default_factory=dict)  # config keys that are not ours
 
     def __post_init__(self) -> None:
-        problems = _range_problems(self)
-        if problems:
-            raise ValueError("config: " + "; ".join(problems))
+        found = problems({f.name: getattr(self, f.name) for f in fields(self)})
+        if found:
+            raise ValueError("config: " + "; ".join(found))
         self._resolve_heads()
         self._resolve_ffn()
 
+    def _scaled_query_heads(self) -> list[int]:
+        """What the multipliers alone give."""
+        multipliers = 1.0 if self.qkv_multipliers is None else self.qkv_multipliers
+        divisor = self.head_dim * self.num_gqa_groups
+        return [
+            make_divisible(self.model_dim * m, divisor) // self.head_dim
+            for m in per_layer("qkv_multipliers", multipliers, self.num_transformer_layers)
+        ]
+
     def _resolve_heads(self) -> None:
         """Fill ``num_query_heads`` and ``num_kv_heads``; given lists win over the multipliers."""
-        n, groups = self.num_transformer_layers, self.num_gqa_groups
-        multipliers = 1.0 if self.qkv_multipliers is None else self.qkv_multipliers
-        divisor = self.head_dim * groups
-        scaled = [
-            make_divisible(self.model_dim * m, divisor) // self.head_dim
-            for m in per_layer("qkv_multipliers", multipliers, n)
-        ]
+        groups, scaled = self.num_gqa_groups, self._scaled_query_heads()
         kv_heads = list(self.num_kv_heads)
         query_heads = list(self.num_query_heads) or [k * groups for k in kv_heads] or scaled
         kv_heads = kv_heads or [q // groups for q in query_heads]
-        for name, heads in (("num_query_heads", query_heads), ("num_kv_heads", kv_heads)):
-            if len(heads) != n:
-                raise ValueError(
-                    f"config: {name} has {len(heads)} entries for {n} layers; give one a layer"
-                )
         for i, (q, k) in enumerate(zip(query_heads, kv_heads, strict=True)):
             if q < 1 or k < 1 or q % k:
                 raise ValueError(
                     f"config: layer {i} has {q} query and {k} key-value heads; the first must be "
                     "a positive multiple of the second"
                 )
-        derived = [q // groups for q in query_heads]
-        if kv_heads != derived or (self.qkv_multipliers is not None and query_heads != scaled):
-            logger.warning(
-                "config: the per-layer head counts contradict qkv_multipliers / num_gqa_groups; "
-                "the per-layer lists are used"
-            )
         object.__setattr__(self, "num_query_heads", tuple(query_heads))
         object.__setattr__(self, "num_kv_heads", tuple(kv_heads))
+
+    def _lists_contradict_multipliers(self) -> bool:
+        query_heads = list(self.num_query_heads)
+        derived = [q // self.num_gqa_groups for q in query_heads]
+        scaled = query_heads if self.qkv_multipliers is None else self._scaled_query_heads()
+        return list(self.num_kv_heads) != derived or query_heads != scaled
 
     def _resolve_ffn(self) -> None:
         multipliers = per_layer(
@@ -164,7 +156,8 @@ class ModelArgs:
         """Read a Hugging Face ``config.json``.
 
         Absent keys take Apple's defaults; keys that are not known are kept in ``extra`` and named
-        in one warning.
+        in one warning. Per-layer head counts win over multipliers that say otherwise, with one
+        warning.
 
         Args:
             config: the parsed JSON object.
@@ -178,7 +171,13 @@ class ModelArgs:
         if unknown:
             logger.warning("config: keys kept but not used: %s", ", ".join(unknown))
         given = {k: v for k, v in config.items() if k in known and v is not None}
-        return cls(**given, extra=extra)
+        args = cls(**given, extra=extra)
+        if args._lists_contradict_multipliers():
+            logger.warning(
+                "config: the per-layer head counts contradict qkv_multipliers / num_gqa_groups; "
+                "the per-layer lists are used"
+            )
+        return args
 
     @classmethod
     def from_scaling(
@@ -285,47 +284,3 @@ _PRESETS = {  # layers, model_dim, head_dim: corenet general_gpt.py, gpt_configs
     "1.1b": (28, 2048, 64),
     "3b": (36, 3072, 128),
 }
-
-
-def _range_problems(args: ModelArgs) -> list[str]:
-    """Everything wrong with single settings, before widths are worked out."""
-    problems = []
-    if args.model_type != "openelm":
-        problems.append(f"model_type is {args.model_type!r}, expected 'openelm'")
-    for name in _POSITIVE_INTEGERS:
-        value = getattr(args, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            problems.append(f"{name} must be a positive integer, got {value!r}")
-    if isinstance(args.head_dim, int) and args.head_dim % 2:
-        problems.append(f"head_dim must be even for rotary embeddings, got {args.head_dim}")
-    for name in ("rope_freq_constant", "rms_norm_eps"):
-        value = getattr(args, name)
-        if not isinstance(value, int | float) or not value > 0:
-            problems.append(f"{name} must be positive, got {value!r}")
-    for name in _BOOLEANS:
-        if not isinstance(getattr(args, name), bool):
-            problems.append(f"{name} must be true or false, got {getattr(args, name)!r}")
-    if args.activation_fn_name not in ACTIVATIONS:
-        problems.append(
-            f"activation_fn_name {args.activation_fn_name!r} is not one of {', '.join(ACTIVATIONS)}"
-        )
-    if args.normalization_layer_name != "rms_norm":
-        problems.append(
-            f"normalization_layer_name is {args.normalization_layer_name!r}, only 'rms_norm' exists"
-        )
-    return problems + _list_problems(args)
-
-
-def _list_problems(args: ModelArgs) -> list[str]:
-    problems = []
-    for name in ("qkv_multipliers", "ffn_multipliers"):
-        value = getattr(args, name)
-        values = value if isinstance(value, list | tuple) else [] if value is None else [value]
-        good = all(isinstance(v, int | float) and not isinstance(v, bool) and v > 0 for v in values)
-        if not good or isinstance(value, str | dict):
-            problems.append(f"{name} must be positive numbers, got {value!r}")
-    for name in ("num_query_heads", "num_kv_heads"):
-        value = getattr(args, name)
-        if not isinstance(value, list | tuple) or not all(type(v) is int for v in value):
-            problems.append(f"{name} must be a list of integers, one a layer, got {value!r}")
-    return problems

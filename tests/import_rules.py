@@ -18,9 +18,9 @@ PACKAGES = ("openelm_mlx", "convert")
 # A module may import modules of the rows above its own. Names without a dot are openelm_mlx's.
 LAYERS = {
     "foundation": "atomic blas",
-    "0": """cache chat_template config detokenizer doctor hub losses mismatch optim plots recipe
-        sampling scaling sentencepiece_json text_files tokenizer tokenizer_backends tokenizer_codec
-        tokenizer_files tokenizer_search
+    "0": """cache chat_template config config_check detokenizer doctor hub losses mismatch optim
+        plots recipe sampling scaling sentencepiece_json text_files tokenizer tokenizer_backends
+        tokenizer_codec tokenizer_files tokenizer_search
         convert.names
         convert.pt_archive convert.pt_containers convert.pt_dtypes convert.pt_file
         convert.pt_globals convert.pt_numpy convert.pt_tensor convert.pt_unpickler
@@ -40,7 +40,7 @@ LAYERS = {
 # One thing split for reading: its parts may import each other though in one layer (patterns).
 FAMILIES = (
     "tokenizer* sentencepiece_json detokenizer chat_template hub",
-    "config scaling",
+    "config config_check scaling",
     "data packing",
     "decoding speculative",
     "convert.pt_*",
