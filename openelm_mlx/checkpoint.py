@@ -35,6 +35,7 @@ def load(
     *,
     revision: str | None = None,
     lazy: bool = False,
+    need_tokenizer: bool = False,
 ) -> tuple[Model, Tokenizer | None]:
     """Load a model and its tokenizer, ready to run.
 
@@ -45,6 +46,7 @@ def load(
         tokenizer: file, folder or Hub id to use in place of the folder's own.
         revision: branch, tag or commit of a Hub repository.
         lazy: leave the weights unread until first used.
+        need_tokenizer: whether a missing tokenizer is an error, in place of a warning.
 
     Returns:
         The model in eval mode with the dtypes of the file, and the tokenizer; None, with a
@@ -66,7 +68,7 @@ def load(
         model_path=folder,
         repo=None if Path(path_or_repo).expanduser().is_dir() else str(path_or_repo),
         vocab_size=model.args.vocab_size,
-        required=False,
+        required=need_tokenizer,
     )
     return model, found
 

@@ -1,0 +1,18 @@
+"""``openelm convert <route>``: picks a converter and imports only that one."""
+
+from collections.abc import Sequence
+
+from openelm_mlx.cli import Route, run_route
+
+ROUTES: dict[str, Route] = {
+    "corenet": ("convert.corenet", "corenet", "CoreNet .pt (also LoRA / DoRA) -> model folder"),
+    "to-corenet": ("convert.corenet", "to_corenet", "model folder -> CoreNet .pt"),
+    "huggingface": ("convert.huggingface", "huggingface", "Hub or local folder -> model folder"),
+    "to-huggingface": ("convert.huggingface", "to_huggingface", "folder for Apple's PyTorch code"),
+    "quantize": ("convert.quantize", "quantize", "model folder -> quantised model folder"),
+}
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run ``openelm convert`` with the arguments after it."""
+    return run_route("openelm convert", ROUTES, argv, description=__doc__)

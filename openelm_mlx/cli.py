@@ -1,0 +1,122 @@
+"""``openelm <command>``: picks a command and imports only that one.
+
+Results go to standard output, progress and warnings to standard error. Exit code 0; 2 for a usage
+error; 1 for a failure, said in one line; 130 for Ctrl-C. OPENELM_MLX_TRACEBACK=1 shows tracebacks.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import NoReturn
+
+from openelm_mlx import __version__
+
+Route = tuple[str, str, str]  # module, suffix of its two functions, one line of help
+
+COMMANDS: dict[str, Route] = {
+    "generate": ("openelm_mlx.generate", "", "continue a prompt, or a file of prompts"),
+    "chat": ("openelm_mlx.chat", "", "talk to an Instruct model"),
+    "serve": ("openelm_mlx.serve", "", "OpenAI-compatible server (mlx_lm's) on a model folder"),
+    "average": ("convert.average", "average", "average checkpoints, as CoreNet does"),
+    "info": ("openelm_mlx.info", "", "layers, widths, parameters, bytes, and where a folder runs"),
+    "bench": ("openelm_mlx.bench", "", "speed and memory, side by side with mlx_lm"),
+    "doctor": ("openelm_mlx.doctor", "", "versions, backend, memory, and what is missing"),
+    "check-release": ("openelm_mlx.check_release", "", "hold a release against published facts"),
+    "convert": ("convert.cli", "", "checkpoints to and from other frameworks"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; the console script ``openelm``.
+
+    Args:
+        argv: the arguments; None takes ``sys.argv``.
+
+    Returns:
+        The exit code.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, force=True)
+    logging.getLogger("openelm_mlx").setLevel(logging.INFO)
+    logging.getLogger("convert").setLevel(logging.INFO)
+    for level in (logging.INFO, logging.WARNING):
+        logging.addLevelName(level, logging.getLevelName(level).lower())
+    try:
+        return run_route("openelm", COMMANDS, arguments, description=__doc__)
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `openelm … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError, ImportError, RuntimeError, MemoryError) as error:
+        if os.environ.get("OPENELM_MLX_TRACEBACK") == "1":
+            raise
+        print(f"error: {explain(error)}", file=sys.stderr)
+        return 1
+
+
+def run_route(
+    program: str, routes: Mapping[str, Route], argv: Sequence[str], *, description: str | None
+) -> int:
+    """Parse ``argv`` with the chosen route's own flags and run it.
+
+    Args:
+        program: what stands before the route on the command line.
+        routes: name -> module, suffix and help.
+        argv: the arguments after ``program``.
+        description: for the help; its first line is shown.
+
+    Returns:
+        The route's exit code.
+    """
+    parser = Parser(prog=program, description=(description or "").partition("\n")[0])
+    if program == "openelm":
+        parser.add_argument("--version", action="version", version=f"openelm-mlx {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    for name, (module, suffix, text) in routes.items():
+        nested = name == "convert" and program == "openelm"
+        sub = commands.add_parser(name, help=text, description=text, add_help=not nested)
+        if name != chosen:
+            continue
+        if nested:
+            return int(import_module(module).run(argv[list(argv).index(name) + 1 :]))
+        implementation = import_module(module)
+        getattr(implementation, f"add_{suffix}_arguments" if suffix else "add_arguments")(sub)
+        sub.set_defaults(run=getattr(implementation, f"run_{suffix}" if suffix else "run"))
+    args = parser.parse_args(argv)
+    return int(args.run(args))
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and where help is, and exit with 2."""
+        self.exit(2, f"error: {message}; see `{self.prog} --help`\n")
+
+
+def explain(error: BaseException) -> str:
+    """An exception as one line for a person."""
+    if isinstance(error, ImportError):
+        from openelm_mlx.doctor import explain_import_error
+
+        known = explain_import_error(error)
+        if known:
+            return known
+    if isinstance(error, MemoryError):
+        return "out of memory; see `openelm info` for what a model needs"
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        text = f"{error.filename}: {error.strerror}"
+    return text or type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""The decoding loop: prompt ids in, token ids out. Knows the model and its cache, no text.
+
+L new tokens, S cached tokens, K key-value heads, E head_dim, V vocabulary; one sequence at a time.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from openelm_mlx.cache import KVCache, make_cache
+from openelm_mlx.model import Model
+from openelm_mlx.sampling import Processor, Sampler, apply_all, greedy
+
+PREFILL_STEP = 512  # prompt tokens a forward pass
+_FIRST_ROOM = 512  # tokens of the smallest fixed-shape cache
+
+
+def prefill(
+    model: Model, tokens: mx.array, cache: Sequence[Any], *, step: int = PREFILL_STEP
+) -> mx.array:
+    """Run the prompt through the model in chunks.
+
+    Args:
+        model: in eval mode.
+        tokens: (L,) ids, at least one.
+        cache: one a layer, filled in place.
+        step: tokens a forward pass.
+
+    Returns:
+        (1, V) logits after the last token.
+    """
+    start = 0
+    while tokens.size - start > step:
+        model.transformer(tokens[None, start : start + step], cache)
+        mx.eval([layer.state for layer in cache])
+        start += step
+        mx.clear_cache()
+    hidden = model.transformer(tokens[None, start:], cache)
+    return model.head(hidden[:, -1])
+
+
+def decode(
+    model: Model,
+    prompt: Sequence[int] | mx.array,
+    *,
+    max_tokens: int,
+    sampler: Sampler = greedy,
+    processors: Sequence[Processor] = (),
+    cache: list[Any] | None = None,
+    prefill_step: int = PREFILL_STEP,
+    compiled: bool | None = None,
+) -> Iterator[int]:
+    """Generate token ids, each computed while the one before is being used.
+
+    Args:
+        model: in eval mode.
+        prompt: at least one token id, not yet in the cache.
+        max_tokens: how many to generate at most.
+        sampler: (1, V) logits -> (1,) token.
+        processors: applied to the logits first; they see prompt and output.
+        cache: one a layer (ours or mlx_lm's), possibly holding a prefix; None makes an empty one.
+        prefill_step: prompt tokens a forward pass.
+        compiled: run the step under ``mx.compile`` over a fixed-shape cache; None decides: on a
+            GPU, with our own cache. On a CPU compilation costs seconds and gains little.
+
+    Yields:
+        Token ids, end-of-sequence tokens included: stopping is the caller's business.
+
+    Raises:
+        ValueError: for an empty prompt.
+    """
+    tokens = mx.array(prompt if isinstance(prompt, mx.array) else list(prompt), dtype=mx.int32)
+    if tokens.size == 0:
+        raise ValueError("the prompt is empty; give at least one token")
+    cache = make_cache(len(model.layers)) if cache is None else cache
+    logits = prefill(model, tokens, cache, step=prefill_step)
+    own = all(type(layer) is KVCache for layer in cache)
+    if compiled is None:
+        compiled = own and mx.default_device().type == mx.gpu
+    step = CompiledStep(model, cache) if compiled and own else EagerStep(model, cache)
+
+    history = tokens if processors else None
+    try:
+        for n in range(max_tokens):
+            if history is not None:
+                logits = apply_all(processors, history, logits)
+            token = sampler(logits)
+            if history is not None:
+                history = mx.concatenate([history, token.astype(mx.int32)])
+            if n + 1 < max_tokens:
+                logits = step(token)
+                mx.async_eval(token, logits)
+            picked: Any = token.tolist()
+            yield picked[0]
+    finally:
+        step.finish()
+
+
+class EagerStep:
+    """One token through the model, graph built anew each time."""
+
+    def __init__(self, model: Model, cache: Sequence[Any]) -> None:
+        self._model, self._cache = model, cache
+
+    def __call__(self, token: mx.array) -> mx.array:
+        """(1,) token -> (1, V) logits of the next."""
+        return self._model(token[None], self._cache)[:, -1]
+
+    def finish(self) -> None:
+        """Nothing is pending."""
+
+
+class FixedKVCache:
+    """One layer's cache of a fixed size, written at a position that is an array.
+
+    With fixed shapes one compiled graph serves every step.
+    """
+
+    def __init__(self, keys: mx.array, values: mx.array, position: mx.array) -> None:
+        self.keys, self.values, self.offset = keys, values, position
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write (1, K, 1, E) at the position; return the whole (1, K, S, E) buffers."""
+        self.keys = mx.slice_update(self.keys, keys, self.offset, axes=[2])
+        self.values = mx.slice_update(self.values, values, self.offset, axes=[2])
+        return self.keys, self.values
+
+    def make_mask(self, num_tokens: int, **_: Any) -> mx.array:
+        """(S,) bool: the positions up to and including the new token."""
+        return mx.arange(self.keys.shape[2], dtype=mx.int32) <= self.offset
+
+
+class CompiledStep:
+    """One token through the model as one compiled graph: 2.5x less host time (PERFORMANCE.md).
+
+    The buffers double when they are full, which compiles once more.
+    """
+
+    def __init__(self, model: Model, cache: list[KVCache]) -> None:
+        self._model, self._cache = model, cache
+        self._position = cache[0].offset
+        self._buffers = [buffer for layer in cache for buffer in layer.state]
+        self._room = 0
+        self._graph = mx.compile(self._forward)
+
+    def __call__(self, token: mx.array) -> mx.array:
+        """(1,) token -> (1, V) logits of the next."""
+        if self._position >= self._room:
+            self._grow()
+        logits, *self._buffers = self._graph(
+            token, mx.array(self._position, dtype=mx.int32), *self._buffers
+        )
+        self._position += 1
+        return logits
+
+    def finish(self) -> None:
+        """Hand the buffers back to the caches, so that they can be used on."""
+        for i, layer in enumerate(self._cache):
+            layer.state = (self._buffers[2 * i], self._buffers[2 * i + 1])
+            layer.offset = self._position
+
+    def _forward(self, token: mx.array, position: mx.array, *buffers: mx.array) -> list[mx.array]:
+        caches = [
+            FixedKVCache(keys, values, position)
+            for keys, values in zip(buffers[::2], buffers[1::2], strict=True)
+        ]
+        logits = self._model(token[None], caches)[:, -1]
+        return [logits, *(buffer for c in caches for buffer in (c.keys, c.values))]
+
+    def _grow(self) -> None:
+        self._room = max(_FIRST_ROOM, 1 << self._position.bit_length())
+        self._buffers = [_resize(b, self._position, self._room) for b in self._buffers]
+
+
+def _resize(buffer: mx.array, used: int, room: int) -> mx.array:
+    B, K, _, E = buffer.shape
+    return mx.concatenate(
+        [buffer[..., :used, :], mx.zeros((B, K, room - used, E), buffer.dtype)], axis=2
+    )
