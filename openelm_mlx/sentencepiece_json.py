@@ -159,8 +159,8 @@ def _normalizer(spec: SentencePieceSpec) -> Json:
         coded = base64.b64encode(spec.charsmap).decode("ascii")
         steps.append({"type": "Precompiled", "precompiled_charsmap": coded})
     if spec.remove_extra_whitespaces:
-        steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
-        steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+        for pattern, content in ((r"\A +| +\z", ""), (" {2,}", " ")):  # spaces only, no line ends
+            steps.append({"type": "Replace", "pattern": {"Regex": pattern}, "content": content})
     if spec.add_dummy_prefix:
         steps.append({"type": "Prepend", "prepend": _SPACE})
     steps.append({"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})

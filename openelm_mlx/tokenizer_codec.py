@@ -130,10 +130,11 @@ class Tokenizer:
         """
         if bos and self.bos_id is not None:
             text = text.removeprefix(self._special["bos_token"])
-        ids = self._backend.encode(text)
-        if eos and self.eos_id is not None and ids[-1:] != [self.eos_id]:
-            ids.append(self.eos_id)
-        return self.with_bos(ids) if bos else ids
+        body = self._backend.encode(text)
+        ids = self.with_bos(body) if bos else body
+        if eos and self.eos_id is not None and body[-1:] != [self.eos_id]:
+            ids = [*ids, self.eos_id]
+        return ids
 
     def with_bos(self, ids: Sequence[int]) -> list[int]:
         """The ids with exactly one BOS before them, whether or not they begin with some."""
