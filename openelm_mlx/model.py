@@ -8,6 +8,7 @@ Knows nothing about files or tokens' text. Source: apple/corenet@1aa3acd ``gener
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -54,6 +55,15 @@ def _project_and_add(residual: mx.array, x: mx.array, linear: nn.Module) -> mx.a
     return residual + linear(x)
 
 
+@dataclass(slots=True, eq=False)
+class _NormRows:
+    """Norm weights by head, and what they were made of; no array, so not a part of the model."""
+
+    q: mx.array  # (E,)
+    k: mx.array  # (E,)
+    rows: mx.array  # (H + K, 1, E)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with the head counts of one layer."""
 
@@ -69,6 +79,7 @@ class Attention(nn.Module):
         if args.normalize_qk_projections:
             self.q_norm = nn.RMSNorm(E, eps=args.rms_norm_eps)
             self.k_norm = nn.RMSNorm(E, eps=args.rms_norm_eps)
+        self._kept: _NormRows | None = None
 
     def __call__(
         self, x: mx.array, mask: Mask = None, cache: Cache | None = None, *, residual: mx.array
@@ -102,24 +113,27 @@ class Attention(nn.Module):
     def _qk_weight(self) -> mx.array:
         """The norm weights as (H + K, 1, E), so that queries and keys share one norm and one RoPE.
 
-        Kept between calls outside training, since building it costs a kernel a layer and token.
+        Kept between calls outside training, since building it costs a kernel a layer and token;
+        made anew after a call in training, or when either weight is another array. Writing into a
+        weight in place (``w *= 2``) outside training goes unseen: assign a new array instead.
         """
-        q, k = self.q_norm.weight, self.k_norm.weight
-        if not self.training and self.get("_qk_source") == (id(q), id(k)):
-            return self["_qk_rows"]
+        q, k, kept = self.q_norm.weight, self.k_norm.weight, self._kept
+        if not self.training and kept is not None and kept.q is q and kept.k is k:
+            return kept.rows
         rows = mx.concatenate(
             [
                 mx.broadcast_to(q, (self.num_heads, 1, self.head_dim)),
                 mx.broadcast_to(k, (self.num_kv_heads, 1, self.head_dim)),
             ]
         )
-        if not self.training:
-            try:
-                mx.eval(rows)
-            except ValueError:  # inside a function transformation: nothing may be kept
-                return rows
-            self._qk_rows, self._qk_source = rows, (id(q), id(k))
-            self._qk_alive = (q, k)  # an id stays unique only while its array lives
+        if self.training:
+            self._kept = None
+            return rows
+        try:
+            mx.eval(rows)
+        except ValueError:  # inside mx.compile or vmap: nothing may be kept
+            return rows
+        self._kept = _NormRows(q, k, rows)
         return rows
 
 
