@@ -235,14 +235,14 @@ def test_a_flipped_bit_never_gives_other_values(tmp_path: Path) -> None:
     path = tmp_path / "flip.pt"
     flips = random.Random(0)
     refused = 0
-    for _ in range(400):
+    for _ in range(250):
         at = flips.randrange(len(data))
         path.write_bytes(data[:at] + bytes([data[at] ^ (1 << flips.randrange(8))]) + data[at + 1 :])
         tree, message = outcome(path)
         refused += message is not None
         if isinstance(tree, dict):  # the bit was in padding or in a field nothing depends on
             assert tree["w"].tolist() == weights.tolist()
-    assert refused > 100
+    assert refused > 60
 
 
 def test_damaged_pickles_give_value_errors_and_nothing_else(tmp_path: Path) -> None:
@@ -251,13 +251,13 @@ def test_damaged_pickles_give_value_errors_and_nothing_else(tmp_path: Path) -> N
     random_bytes = random.Random(1)
     refused = 0
     for data in (pickle.dumps(state, 2), pickle.dumps(state, 5), craft.whole(tensor)):
-        for _ in range(300):
+        for _ in range(100):
             damaged = bytearray(data)
             for _ in range(random_bytes.randint(1, 3)):
                 damaged[random_bytes.randrange(len(data))] = random_bytes.randrange(256)
             path = craft.save(tmp_path / "f.pt", bytes(damaged), {"0": bytes(16)})
             refused += outcome(path)[1] is not None
-    assert refused > 300
+    assert refused > 60
 
 
 @pytest.mark.parametrize(
