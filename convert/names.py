@@ -9,7 +9,14 @@ import mlx.core as mx
 
 PREFIX = "transformer."
 TABLES = ("transformer.token_embeddings.weight", "lm_head.weight")  # one row a vocabulary entry
+ROWS_FILE = "corenet_rows.safetensors"  # rows past the vocabulary, kept beside the model
+CORENET_ROWS, HUB_ROWS = 32128, 32000  # how many rows either has as released
 _HEADS = {"classifier": "lm_head"}  # the untied output head
+_LAYER_ORDER = (
+    *("attn.qkv_proj", "attn.q_norm", "attn.k_norm", "attn.out_proj"),
+    *("ffn.proj_1", "ffn.proj_2", "ffn_norm", "attn_norm"),
+)
+_ORDER = ("token_embeddings", "layers", "norm", "classifier")
 
 
 def to_huggingface(name: str) -> str:
@@ -37,6 +44,21 @@ def to_corenet(name: str) -> str:
     return name.removeprefix(PREFIX)
 
 
+def corenet_order(name: str) -> tuple[int, int, int]:
+    """Sort key that puts CoreNet's names in the order of its ``state_dict``.
+
+    Source: apple/corenet@1aa3acd ``general_gpt.py``, the order in which modules are made.
+    """
+    stem, *rest = name.split(".")
+    part = ".".join(rest[1:]).removesuffix(".weight")
+    layer = int(rest[0]) if stem == "layers" else 0
+    return (
+        _ORDER.index(stem) if stem in _ORDER else len(_ORDER),
+        layer,
+        _LAYER_ORDER.index(part) if part in _LAYER_ORDER else len(_LAYER_ORDER),
+    )
+
+
 def is_corenet(names: set[str]) -> bool:
     """Whether a checkpoint uses CoreNet's names, also inside LoRA wrappers."""
     return any(name.startswith(("token_embeddings.", "layers.0.")) for name in names)
@@ -46,7 +68,8 @@ def split_rows(table: mx.array, vocab_size: int) -> tuple[mx.array, mx.array | N
     """Divide a (rows, D) table into the first ``vocab_size`` rows and what lies beyond.
 
     Returns:
-        (vocab_size, D) and (rows - vocab_size, D), the second None where nothing lies beyond.
+        (vocab_size, D) and (rows - vocab_size, D), the second None where nothing lies beyond;
+        views of ``table``, not copies.
 
     Raises:
         ValueError: if the table has fewer rows than that.
