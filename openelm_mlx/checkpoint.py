@@ -5,25 +5,36 @@ with its provenance; it runs as it is in mlx_lm and in Apple's own code (DESIGN 
 """
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from openelm_mlx.atomic import atomic_folder
 from openelm_mlx.compatibility import where_it_runs
 from openelm_mlx.config import ModelArgs
+from openelm_mlx.fitting import (
+    build_model,
+    is_float,
+    quantization_of,
+    settle_tying,
+    with_huggingface_names,
+)
 from openelm_mlx.hub import local_or_download
-from openelm_mlx.mismatch import check_tensors
 from openelm_mlx.model import Model
 from openelm_mlx.tokenizer import Tokenizer
 from openelm_mlx.tokenizer_search import load_tokenizer
-from openelm_mlx.weight_files import read_json, read_weights, write_json, write_weights
+from openelm_mlx.weight_files import (
+    StoredTensor,
+    read_json,
+    read_weights,
+    write_json,
+    write_weights,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +88,8 @@ def load_model(folder: str | Path, *, lazy: bool = False) -> Model:
     """Build the model of a folder and fill it; see :func:`load`."""
     folder = Path(folder)
     args = load_args(folder)
-    weights = read_weights(folder)
+    weights = with_huggingface_names(read_weights(folder))
+    args = settle_tying(args, read_json(folder / "config.json"), weights)
     return build_model(args, weights, source=str(folder), lazy=lazy)
 
 
@@ -103,44 +115,6 @@ def load_args(folder: str | Path) -> ModelArgs:
         return ModelArgs.from_dict(config)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
-
-
-def build_model(
-    args: ModelArgs, weights: Mapping[str, mx.array], *, source: str, lazy: bool = False
-) -> Model:
-    """A model with the given tensors, quantised as ``args`` says, in eval mode.
-
-    Args:
-        args: the architecture; ``args.extra["quantization"]`` as mlx_lm writes it.
-        weights: Hugging Face's or CoreNet's names.
-        source: where the tensors came from, for messages.
-        lazy: do not evaluate the weights.
-
-    Raises:
-        ValueError: naming all missing, unexpected and mis-shaped tensors at once.
-    """
-    model = Model(args)
-    weights = model.sanitize(with_huggingface_names(weights))
-    quantization = quantization_of(args)
-    if quantization is not None:
-        _quantize_like(model, weights, quantization)
-    expected: Any = tree_flatten(model.parameters())
-    check_tensors(
-        {name: array.shape for name, array in expected},
-        {name: array.shape for name, array in weights.items()},
-        source=source,
-    )
-    model.load_weights(list(weights.items()), strict=True)
-    model.eval()
-    if not lazy:
-        mx.eval(model.parameters())
-    return model
-
-
-def quantization_of(args: ModelArgs) -> dict[str, Any] | None:
-    """The ``quantization`` entry of a config in mlx_lm's form, None for plain weights."""
-    entry = args.extra.get("quantization") or args.extra.get("quantization_config")
-    return dict(entry) if entry else None
 
 
 def save_model(
@@ -211,24 +185,15 @@ def write_companions(
         logger.warning("the folder runs here but not in stock mlx_lm: %s", reason)
 
 
-def with_dtype(args: ModelArgs, weights: Mapping[str, mx.array]) -> ModelArgs:
+def with_dtype(args: ModelArgs, weights: Mapping[str, StoredTensor]) -> ModelArgs:
     """``args`` whose ``torch_dtype`` says what most of the weights' elements are stored in."""
     sizes: dict[str, int] = {}
-    for array in weights.values():
-        if mx.issubdtype(array.dtype, mx.floating):
-            name = str(array.dtype).removeprefix("mlx.core.")
-            sizes[name] = sizes.get(name, 0) + array.size
+    for tensor in weights.values():
+        if is_float(tensor.dtype):
+            name = str(tensor.dtype).removeprefix("mlx.core.")
+            sizes[name] = sizes.get(name, 0) + math.prod(tensor.shape)
     extra = {k: v for k, v in args.extra.items() if k != "dtype"}
     return replace(args, extra={**extra, "torch_dtype": max(sizes, key=lambda k: sizes[k])})
-
-
-def with_huggingface_names(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Tensors under Hugging Face's names, also when the file has CoreNet's."""
-    from convert.names import is_corenet, to_huggingface
-
-    if not is_corenet(set(weights)):
-        return dict(weights)
-    return {to_huggingface(name): array for name, array in weights.items()}
 
 
 def _corenet_mlx_args(config: Mapping[str, Any]) -> ModelArgs:
@@ -237,18 +202,3 @@ def _corenet_mlx_args(config: Mapping[str, Any]) -> ModelArgs:
     context = config.get("max_context_length", args.max_context_length)
     extra = {"quantization": config["quantization"]} if config.get("quantization") else {}
     return replace(args, max_context_length=context, extra=extra)
-
-
-def _quantize_like(
-    model: Model, weights: Mapping[str, mx.array], quantization: Mapping[str, Any]
-) -> None:
-    """Turn into quantised layers what the file holds quantised, with the config's settings."""
-    defaults = {k: quantization[k] for k in ("group_size", "bits", "mode") if k in quantization}
-
-    def settings(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        if not hasattr(module, "to_quantized") or f"{path}.scales" not in weights:
-            return False
-        own = quantization.get(path, quantization.get(path.removeprefix("transformer."), {}))
-        return {**defaults, **own} if isinstance(own, Mapping) else defaults
-
-    nn.quantize(model, class_predicate=settings)

@@ -11,11 +11,12 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
+# One set for all commands: a folder in the cache is complete for all of them when offline.
 MODEL_FILES = (
-    *("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model"),
-    *("*.jinja", "weights*.npz"),
+    *("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "weights*.npz"),
+    *("LICENSE*", "README.md"),
 )
-TORCH_FILES = ("pytorch_model*.bin", "pytorch_model*.bin.index.json")
+TORCH_FILES = ("pytorch_model*.bin",)  # fetched only where there are no safetensors
 TOKENIZER_FILES = (
     *("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("chat_template.jinja", "generation_config.json"),
@@ -34,7 +35,7 @@ def local_or_download(
     Args:
         path_or_repo: a folder, or a repository id such as ``apple/OpenELM-270M``.
         revision: branch, tag or commit of the repository.
-        patterns: file names to download.
+        patterns: file names to download; PyTorch's ``.bin`` files too where there are no others.
 
     Returns:
         The folder.
@@ -44,9 +45,15 @@ def local_or_download(
             has no such repository or revision.
         ConnectionError: if the Hub cannot be reached and nothing is cached.
         PermissionError: if the repository is gated or private.
+        ValueError: if a revision is asked of a folder.
     """
     path = Path(path_or_repo).expanduser()
     if path.is_dir():
+        if revision is not None:
+            raise ValueError(
+                f"{path_or_repo} is a folder here and has no revision {revision!r}; leave out "
+                "--revision, or give a Hub repository"
+            )
         return path
     name = str(path_or_repo)
     if path.exists() or not _REPO_ID.fullmatch(name) or name.startswith("."):
@@ -55,7 +62,12 @@ def local_or_download(
             f"{name} {what}; give a folder with config.json, or a Hub repository such as "
             "apple/OpenELM-270M"
         )
-    return download(name, revision=revision, patterns=patterns)
+    folder = download(name, revision=revision, patterns=patterns)
+    if patterns is MODEL_FILES and not any(
+        found for kind in ("*.safetensors", "weights*.npz") for found in folder.glob(kind)
+    ):
+        folder = download(name, revision=revision, patterns=(*patterns, *TORCH_FILES))
+    return folder
 
 
 def download(repo: str, *, revision: str | None, patterns: Sequence[str]) -> Path:
@@ -75,13 +87,29 @@ def download(repo: str, *, revision: str | None, patterns: Sequence[str]) -> Pat
             f"{repo} is neither a folder here nor a repository on the Hub (private ones need "
             "`hf auth login` or HF_TOKEN)"
         ) from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError) as error:
-        raise ConnectionError(
-            f"{repo} is not a folder here, not in the local cache, and the Hub cannot be reached: "
-            f"{_first_line(error)}; check the network, HF_ENDPOINT and HF_HUB_OFFLINE"
-        ) from error
     except errors.HFValidationError as error:
         raise FileNotFoundError(f"{repo} is neither a folder here nor a repository id") from error
+    except (OSError, errors.HTTPError) as error:  # type: ignore[attr-defined]  # httpx's
+        raise _not_downloaded(repo, error) from error
+
+
+def snapshot_revision(folder: Path) -> str | None:
+    """The commit of a folder in the Hub's cache, None for any other folder."""
+    return folder.name if folder.parent.name == "snapshots" else None
+
+
+def _not_downloaded(repo: str, error: Exception) -> OSError:
+    """The error for everything that is not the Hub's plain no."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status in (401, 403):
+        return PermissionError(
+            f"{repo} may not be read (HTTP {status}): {_first_line(error)}; check HF_TOKEN or "
+            "`hf auth login`"
+        )
+    return ConnectionError(
+        f"{repo} is not a folder here, not complete in the local cache, and cannot be downloaded: "
+        f"{_first_line(error)}; check the network, HF_ENDPOINT and HF_HUB_OFFLINE"
+    )
 
 
 def _first_line(error: BaseException) -> str:

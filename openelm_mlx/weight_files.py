@@ -5,18 +5,34 @@ Knows file layouts (safetensors, sharded, ``.npz``, PyTorch ``.bin``), not what 
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
 SHARD_BYTES = 5 << 30  # as mlx_lm and Hugging Face write
 _INDEX = "model.safetensors.index.json"
-_LAYOUTS = (
-    *("model.safetensors", "model*.safetensors", "weights.safetensors", "weights*.safetensors"),
-    *("pytorch_model.bin", "pytorch_model*.bin", "weights.npz"),
+_LAYOUTS = (  # in order of preference; an index names its files, a pattern finds them
+    *(_INDEX, "model.safetensors", "model*.safetensors"),
+    *("weights.safetensors.index.json", "weights.safetensors", "weights*.safetensors"),
+    *("pytorch_model.bin.index.json", "pytorch_model.bin", "pytorch_model*.bin", "weights.npz"),
 )
+_TORCH_SUFFIXES = (".bin", ".pt", ".pth")
+_NOT_IN_MLX = ("F64", "F8_", "F4", "F6_")  # MLX refuses the first and reads the others as integers
+
+
+class StoredTensor(Protocol):
+    """A tensor of an open file: an ``mx.array`` (lazy), or what becomes one by ``load()``."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the axes."""
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The type in the file."""
 
 
 def find_weight_files(folder: Path) -> list[Path]:
@@ -25,24 +41,37 @@ def find_weight_files(folder: Path) -> list[Path]:
     Raises:
         FileNotFoundError: if there are none, or an index names a shard that is missing; the
             message lists what was looked for.
+        ValueError: if an index is damaged.
     """
-    for index in (_INDEX, "pytorch_model.bin.index.json"):
-        if (folder / index).is_file():
-            names = sorted(set(read_json(folder / index).get("weight_map", {}).values()))
-            missing = [name for name in names if not (folder / name).is_file()]
-            if missing:
-                raise FileNotFoundError(
-                    f"{folder}: {index} names {len(missing)} files that are missing, first "
-                    f"{missing[0]}; download the folder again"
-                )
-            return [folder / name for name in names]
     for pattern in _LAYOUTS:
-        files = sorted(folder.glob(pattern))
+        if pattern.endswith(".index.json"):
+            files = _indexed_files(folder / pattern)
+        else:
+            files = sorted(folder.glob(pattern))
         if files:
             return files
-    raise FileNotFoundError(
-        f"{folder} holds no weights: looked for {_INDEX}, {', '.join(_LAYOUTS)}"
-    )
+    raise FileNotFoundError(f"{folder} holds no weights: looked for {', '.join(_LAYOUTS)}")
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    """The shards that an index names, none where there is no index."""
+    if not index.is_file():
+        return []
+    entries = read_json(index).get("weight_map")
+    names = list(entries.values()) if isinstance(entries, dict) else []
+    if not names or not all(isinstance(n, str) and n == Path(n).name for n in names):
+        raise ValueError(
+            f"{index} is damaged: weight_map must give each tensor the name of a file beside it; "
+            "download the folder again"
+        )
+    files = [index.parent / name for name in sorted(set(names))]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{index.parent}: {index.name} names {len(missing)} of {len(files)} files that are "
+            f"missing, first {missing[0]}; download the folder again"
+        )
+    return files
 
 
 def read_weights(folder: Path) -> dict[str, mx.array]:
@@ -58,26 +87,61 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
         FileNotFoundError: if there are none.
         ValueError: if a file is truncated or damaged.
     """
-    weights: dict[str, mx.array] = {}
-    for file in find_weight_files(folder):
-        weights.update(read_tensor_file(file))
-    return weights
+    with open_weights(folder) as tensors:
+        return {name: load_tensor(tensor) for name, tensor in tensors.items()}
+
+
+@contextmanager
+def open_weights(folder: Path) -> Iterator[dict[str, StoredTensor]]:
+    """The tensors of a folder without their values, which :func:`load_tensor` reads.
+
+    Take them out of the dictionary as they are used, and a folder larger than memory passes
+    through; arguments and errors as :func:`read_weights`.
+    """
+    with ExitStack() as files:
+        tensors: dict[str, StoredTensor] = {}
+        for file in find_weight_files(folder):
+            tensors.update(files.enter_context(open_tensor_file(file)))
+        yield tensors
+
+
+def load_tensor(tensor: StoredTensor) -> mx.array:
+    """The array of an entry of :func:`open_weights`; lazy unless the file is PyTorch's."""
+    return tensor if isinstance(tensor, mx.array) else tensor.load()  # type: ignore[attr-defined]
 
 
 def read_tensor_file(file: Path) -> dict[str, mx.array]:
+    """All tensors of one file; see :func:`read_weights`."""
+    with open_tensor_file(file) as tensors:
+        return {name: load_tensor(tensor) for name, tensor in tensors.items()}
+
+
+@contextmanager
+def open_tensor_file(file: Path) -> Iterator[dict[str, StoredTensor]]:
     """The tensors of one ``.safetensors``, ``.npz`` or PyTorch ``.bin`` / ``.pt`` file."""
-    if file.suffix in (".bin", ".pt", ".pth"):
+    if file.suffix in _TORCH_SUFFIXES:
         from convert.pt_file import PtFile
 
         with PtFile(file) as archive:
-            return {name: tensor.load() for name, tensor in archive.state_dict().items()}
+            yield dict(archive.state_dict())
+        return
     if file.suffix == ".safetensors":
-        check_safetensors(file)
+        _refuse_foreign_types(file, check_safetensors(file))
     try:
         loaded: Any = mx.load(str(file))
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{file} cannot be read: {one_line(error)}; is it complete?") from error
-    return dict(loaded)
+    yield dict(loaded)
+
+
+def _refuse_foreign_types(file: Path, header: dict[str, Any]) -> None:
+    for name, entry in header.items():
+        dtype = "" if name == "__metadata__" else str(entry.get("dtype"))
+        if dtype.startswith(_NOT_IN_MLX):
+            raise ValueError(
+                f"{file}: {name} is stored as {dtype}, which MLX cannot read; convert the "
+                "checkpoint to float32 or bfloat16 first"
+            )
 
 
 def check_safetensors(file: Path) -> dict[str, Any]:
@@ -102,7 +166,7 @@ def check_safetensors(file: Path) -> dict[str, Any]:
             )
         try:
             header: dict[str, Any] = json.loads(stream.read(length))
-            ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
+            ends = [int(v["data_offsets"][1]) for k, v in header.items() if k != "__metadata__"]
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             raise ValueError(
                 f"{file} is no safetensors file: its header is damaged; download it again"
@@ -122,10 +186,11 @@ class ShardWriter:
     Args:
         folder: an existing folder, usually from ``atomic_folder``.
         shard_bytes: the size at which the next shard begins.
+        form: the ``format`` in the files' metadata; transformers insists on "pt".
     """
 
-    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
-        self.folder, self.shard_bytes = folder, shard_bytes
+    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES, form: str = "mlx") -> None:
+        self.folder, self.shard_bytes, self.form = folder, shard_bytes, form
         self._pending: dict[str, mx.array] = {}
         self._shards: list[list[str]] = []
         self._bytes = self.total_bytes = 0
@@ -153,9 +218,7 @@ class ShardWriter:
 
     def _flush(self) -> None:
         if self._pending or not self._shards:
-            mx.save_safetensors(
-                str(self._part(len(self._shards))), self._pending, metadata={"format": "mlx"}
-            )
+            write_tensor_file(self._part(len(self._shards)), self._pending, form=self.form)
             self._shards.append(list(self._pending))
             self._pending, self._bytes = {}, 0
             mx.clear_cache()  # the shard's buffers would otherwise stay with MLX's allocator
@@ -176,6 +239,18 @@ def write_weights(folder: Path, tensors: Iterable[tuple[str, mx.array]]) -> int:
         writer.add(name, array)
     writer.close()
     return writer.total_bytes
+
+
+def write_tensor_file(file: Path, tensors: Mapping[str, mx.array], form: str = "mlx") -> None:
+    """Write one ``.safetensors`` file.
+
+    Raises:
+        OSError: if the disk is full or the file cannot be made.
+    """
+    try:
+        mx.save_safetensors(str(file), dict(tensors), metadata={"format": form})
+    except RuntimeError as error:
+        raise OSError(f"{file} cannot be written ({one_line(error)}); is the disk full?") from error
 
 
 def read_json(file: Path) -> dict[str, Any]:

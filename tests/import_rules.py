@@ -27,7 +27,7 @@ LAYERS = {
         convert.pt_writer
         convert.mil_package convert.mil_ops convert.mil_eval""",
     "1": "compatibility data model packing weight_files",
-    "2": "lora",
+    "2": "adapter_args adapter_embeddings adapter_files adapter_fuse adapter_layers fitting lora",
     "3": "checkpoint",
     "4": """decoding speculative trainer
         convert.corenet convert.huggingface convert.peft convert.quantize
@@ -41,6 +41,7 @@ LAYERS = {
 FAMILIES = (
     "tokenizer* sentencepiece_json detokenizer chat_template hub",
     "config config_check scaling",
+    "adapter_* lora",
     "data packing",
     "decoding speculative",
     "convert.pt_*",
@@ -49,7 +50,7 @@ FAMILIES = (
     "convert.coreai*",
 )
 # The library reaches into `convert` only here (stages of layer 6 and 7 aside), inside functions.
-INTO_CONVERT = "checkpoint evaluate weight_files"
+INTO_CONVERT = "checkpoint evaluate fitting weight_files"
 CONVERT_FOR_LIBRARY = (
     "convert.names convert.pt_file convert.mil_package convert.mil_ops convert.mil_eval"
 )
