@@ -27,7 +27,7 @@ class AdapterArgs:
     (``attn.qkv_proj``), or one module's whole path (``transformer.layers.2.attn.qkv_proj``,
     whatever ``num_layers`` says). The default is Apple's set. The embedding is in no layer:
     ``num_layers`` does not touch it. Under ``kind="dora"`` it gets plain LoRA, the one combination
-    that runs in CoreNet.
+    that runs in CoreNet, unless ``embedding_magnitude`` is set.
 
     Raises:
         ValueError: for the first setting that is out of range or no name of a module.
@@ -40,6 +40,8 @@ class AdapterArgs:
     target_modules: Sequence[str] = APPLE_TARGETS
     num_layers: int = -1  # the last n layers, -1 for all, as in mlx_lm
     use_rslora: bool = False  # `scale` was made as alpha / sqrt(rank): kept for PEFT and CoreNet
+    # The length that DoRA learns of the embedding: PEFT's, one a feature, or mlx_lm's, one a token.
+    embedding_magnitude: Literal["none", "feature", "token"] = "none"
     adapt_tied_head: bool = False  # mlx_lm's way: the embedding's adapter reaches a tied head too
 
     def __post_init__(self) -> None:
@@ -60,6 +62,7 @@ class AdapterArgs:
             )
         object.__setattr__(self, "target_modules", tuple(dict.fromkeys(self.target_modules)))
         _check_targets(self.target_modules)
+        self._check_magnitude()
 
     @classmethod
     def from_alpha(
@@ -83,6 +86,29 @@ class AdapterArgs:
             num_layers=num_layers,
             use_rslora=use_rslora,
         )
+
+    @property
+    def adapts_embedding(self) -> bool:
+        """Whether the token embedding is among the targets."""
+        return any(short_name(target) == "token_embeddings" for target in self.target_modules)
+
+    def _check_magnitude(self) -> None:
+        magnitude = self.embedding_magnitude
+        if magnitude not in ("none", "feature", "token"):
+            raise ValueError(
+                f"embedding_magnitude must be none, feature or token, got {magnitude!r}"
+            )
+        if magnitude != "none" and not (self.kind == "dora" and self.adapts_embedding):
+            raise ValueError(
+                f"embedding_magnitude {magnitude!r} needs kind dora and token_embeddings among the "
+                "target modules"
+            )
+        linear = any(short_name(target) != "token_embeddings" for target in self.target_modules)
+        if self.kind == "dora" and magnitude == "none" and not linear:
+            raise ValueError(
+                "DoRA on token_embeddings alone would be plain LoRA: use kind lora, or set "
+                "embedding_magnitude to feature (PEFT's) or token (mlx_lm's)"
+            )
 
     @property
     def alpha(self) -> float:

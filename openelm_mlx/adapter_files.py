@@ -2,8 +2,8 @@
 
 Knows names, keys and their history, not the model. Tensors are called
 ``transformer.layers.0.attn.qkv_proj.lora_a`` (in, r), ``….lora_b`` (r, out), for DoRA ``….m``
-(out,), and ``transformer.token_embeddings.lora_a`` (V, r), ``….lora_b`` (r, D). The config's own
-entry ``openelm_mlx`` holds what mlx_lm has no key for.
+(out,), and ``transformer.token_embeddings.lora_a`` (V, r), ``….lora_b`` (r, D). The config's
+own entry ``openelm_mlx`` holds what mlx_lm has no key for.
 """
 
 import logging
@@ -150,13 +150,22 @@ def _infer(tensors: Mapping[str, mx.array], *, source: str) -> dict[str, Any]:
             f"{source}: these are no adapter tensors: expected names that end in "
             f"{', '.join(LEAVES)}, found {', '.join(strangers[:3]) or 'no lora_a'}"
         )
-    linears = [path for path in paths if path != MODEL_MODULES["token_embeddings"]]
     return {
         "rank": max(set(ranks), key=ranks.count),
-        "kind": "dora" if any(f"{path}.m" in tensors for path in linears) else "lora",
+        "kind": "dora" if any(name.endswith(".m") for name in tensors) else "lora",
+        "embedding_magnitude": _embedding_magnitude(tensors),
         "paths": paths,
         "names": list(dict.fromkeys(short_name(path) for path in paths)),
     }
+
+
+def _embedding_magnitude(tensors: Mapping[str, mx.array]) -> str:
+    """Which of the two meanings the embedding's ``m`` has: one number a token, or a feature."""
+    path = MODEL_MODULES["token_embeddings"]
+    m, a = tensors.get(f"{path}.m"), tensors.get(f"{path}.lora_a")
+    if m is None:
+        return "none"
+    return "token" if a is not None and m.shape[:1] == a.shape[:1] else "feature"
 
 
 def _args(
@@ -180,6 +189,7 @@ def _args(
             target_modules=targets,
             num_layers=num_layers if num_layers > 0 else -1,  # mlx_lm: 0 and below are all
             use_rslora=own.get("use_rslora", False),
+            embedding_magnitude=inferred["embedding_magnitude"],
             adapt_tied_head=own.get("adapt_tied_head", True),
         )
     except (ValueError, TypeError) as error:
@@ -208,7 +218,7 @@ def _scale(
     if alpha is not None and "lora_layers" in config:
         raise ValueError(
             f"{folder / CONFIG} has both scale {scale:g} and alpha {alpha:g}: old mlx_lm used "
-            f"scale * alpha / rank = {scale * alpha / rank:g}, later ones the scale alone; keep the "
+            f"scale * alpha / rank = {scale * alpha / rank:g}, later ones scale alone; keep the "
             "right number as lora_parameters.scale and remove alpha, or pass scale="
         )
     if alpha is not None:

@@ -1,19 +1,31 @@
-"""Low-rank adapters around a plain or quantised layer: LoRA and DoRA, linear and embedding.
+"""Low-rank adapters around a plain or quantised linear layer: LoRA and DoRA.
 
-Tensor names are mlx_lm's: ``lora_a`` (in, r), ``lora_b`` (r, out), ``m``; the adapted layer is
-``linear`` or ``embedding``. I / O input / output features, r rank, V vocabulary, D model_dim.
+Tensor names are mlx_lm's: ``lora_a`` (I, r), ``lora_b`` (r, O), ``m`` (O,); the adapted layer is
+``linear``. I / O input / output features, r rank; for embeddings V vocabulary, D model_dim.
 
 Whatever the base is stored in, the low-rank term is computed in the wider of the activations' and
 the adapter's type, added in float32, and rounded once, to the type the base layer returns.
 Hu et al. 2021 (arXiv 2106.09685) eq. 3; Liu et al. 2024 (arXiv 2402.09353) eq. 5 and section 4.3.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
 
 LEAVES = ("lora_a", "lora_b", "m")  # the names of an adapter's own tensors
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """A value and the arrays it was made of; no array itself, so not a part of the model."""
+
+    sources: tuple[mx.array, ...]
+    value: mx.array
+
+    def made_of(self, sources: tuple[mx.array, ...]) -> bool:
+        return all(a is b for a, b in zip(self.sources, sources, strict=True))
 
 
 class Adapter(nn.Module):
@@ -35,6 +47,7 @@ class Adapter(nn.Module):
         setattr(self, self.inner, base)
         self.lora_a, self.lora_b = lora_a, lora_b
         self.scale = scale
+        self._kept: _Kept | None = None
 
     @property
     def base(self) -> nn.Module:
@@ -43,12 +56,32 @@ class Adapter(nn.Module):
 
     def delta(self) -> mx.array:
         """What the two factors add to the base's weight, in its layout, float32."""
-        a, b = self.lora_a.astype(mx.float32), self.lora_b.astype(mx.float32)
+        a, b = float32(self.lora_a), float32(self.lora_b)
         return self.scale * (b.T @ a.T)  # (O, I)
 
     def fused_weight(self) -> mx.array:
         """The one matrix that does what base and adapter do together, float32, not quantised."""
         return dense_weight(self.base) + self.delta()
+
+    def kept(self, compute: Callable[[], mx.array]) -> mx.array:
+        """What ``compute`` makes of the adapter's and the base's tensors.
+
+        Kept between calls outside training, since a norm of all weights costs more than a token;
+        made anew when one of the tensors is another array.
+        """
+        names = [name for name in LEAVES if name in self]
+        sources = (*(self[name] for name in names), self.base.weight)
+        if not self.training and self._kept is not None and self._kept.made_of(sources):
+            return self._kept.value
+        value = compute()
+        self._kept = None
+        if not self.training:
+            try:
+                mx.eval(value)
+            except ValueError:  # inside mx.compile or vmap: nothing may be kept
+                return value
+            self._kept = _Kept(sources, value)
+        return value
 
 
 class LoRALinear(Adapter):
@@ -69,21 +102,10 @@ class LoRALinear(Adapter):
     def __call__(self, x: mx.array) -> mx.array:
         """(..., I) -> (..., O) in the base's type."""
         y = self.linear(x)
-        return (_float32(y) + self._low_rank(self.dropout(x))).astype(y.dtype)
+        return (float32(y) + self._low_rank(self.dropout(x))).astype(y.dtype)
 
     def _low_rank(self, x: mx.array) -> mx.array:
-        return self.scale * _float32((x @ self.lora_a) @ self.lora_b)
-
-
-@dataclass(slots=True, eq=False)
-class _Kept:
-    """A value and the arrays it was made of; no array itself, so not a part of the model."""
-
-    sources: tuple[mx.array, ...]
-    value: mx.array
-
-    def made_of(self, sources: tuple[mx.array, ...]) -> bool:
-        return all(a is b for a, b in zip(self.sources, sources, strict=True))
+        return self.scale * float32((x @ self.lora_a) @ self.lora_b)
 
 
 class DoRALinear(LoRALinear):
@@ -92,9 +114,8 @@ class DoRALinear(LoRALinear):
     ``y + (m/n - 1) W x' + (m/n) scale B A x'`` with y = W x, x' = dropout(x) and n the row norms of
     W + scale B A, which take no gradient. Source of the dropout: apple/corenet@1aa3acd ``lora.py``.
 
-    Args:
-        m: (O,) float32; by default the base's row norms, so that an adapter with ``lora_b`` = 0
-            changes nothing (CoreNet takes those of a random matrix: BEHAVIOURS (c) 2).
+    ``m`` (O,) float32 starts as the base's row norms, so that ``lora_b`` = 0 changes nothing
+    (CoreNet takes the norms of a random matrix: BEHAVIOURS (c) 2).
     """
 
     def __init__(
@@ -105,12 +126,10 @@ class DoRALinear(LoRALinear):
         lora_b: mx.array,
         scale: float,
         dropout: float = 0.0,
-        m: mx.array | None = None,
     ) -> None:
         super().__init__(base, lora_a=lora_a, lora_b=lora_b, scale=scale, dropout=dropout)
         self._drops = dropout > 0
-        self._kept: _Kept | None = None
-        self.m = _row_norms(dense_weight(base)) if m is None else m
+        self.m = norms_of(dense_weight(base))
 
     def __call__(self, x: mx.array) -> mx.array:
         """(..., I) -> (..., O) in the base's type."""
@@ -119,89 +138,37 @@ class DoRALinear(LoRALinear):
         if self.training and self._drops:
             dropped = self.dropout(x)
             low_rank = self._low_rank(dropped)
-            out = _float32(y) + (stretch - 1) * _float32(self.linear(dropped)) + stretch * low_rank
+            out = float32(y) + (stretch - 1) * float32(self.linear(dropped)) + stretch * low_rank
         else:
-            out = stretch * (_float32(y) + self._low_rank(x))
+            out = stretch * (float32(y) + self._low_rank(x))
         return out.astype(y.dtype)
 
     def fused_weight(self) -> mx.array:
         """(O, I) float32: rows of length ``m``."""
         adapted = super().fused_weight()
-        return (self.m.astype(mx.float32) / _row_norms(adapted))[:, None] * adapted
+        return (float32(self.m) / norms_of(adapted))[:, None] * adapted
 
     def _stretch(self) -> mx.array:
-        """(O,) float32: m / norm of the adapted rows.
+        """(O,) float32: ``m`` / norms of the adapted rows."""
 
-        Kept between calls outside training, since a norm of all weights costs more than a token.
-        """
-        sources = (self.m, self.lora_a, self.lora_b, self.linear.weight)
-        if not self.training and self._kept is not None and self._kept.made_of(sources):
-            return self._kept.value
-        norms = mx.stop_gradient(_row_norms(Adapter.fused_weight(self)))
-        stretch = self.m.astype(mx.float32) / norms
-        self._kept = None
-        if not self.training:
-            try:
-                mx.eval(stretch)
-            except ValueError:  # inside mx.compile or vmap: nothing may be kept
-                return stretch
-            self._kept = _Kept(sources, stretch)
-        return stretch
+        def compute() -> mx.array:
+            norms = mx.stop_gradient(norms_of(Adapter.fused_weight(self)))
+            return float32(self.m) / norms
 
-
-class LoRAEmbedding(Adapter):
-    """``embedding[ids] + scale * lora_a[ids] @ lora_b``, without dropout, as CoreNet and PEFT do.
-
-    Args:
-        adapt_head: whether the adapter also reaches a tied output head. CoreNet's and PEFT's does
-            not (BEHAVIOURS 27); mlx_lm's does.
-    """
-
-    inner = "embedding"
-
-    def __init__(
-        self,
-        base: nn.Module,
-        *,
-        lora_a: mx.array,
-        lora_b: mx.array,
-        scale: float,
-        adapt_head: bool = False,
-    ) -> None:
-        super().__init__(base, lora_a=lora_a, lora_b=lora_b, scale=scale)
-        self.adapt_head = adapt_head
-
-    def __call__(self, ids: mx.array) -> mx.array:
-        """(...) ids -> (..., D) in the base's type."""
-        y = self.embedding(ids)
-        z = self.scale * _float32(self.lora_a[ids] @ self.lora_b)
-        return (_float32(y) + z).astype(y.dtype)
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        """(..., D) -> (..., V): the tied head, by default from the base table alone."""
-        y = self.embedding.as_linear(x)
-        if not self.adapt_head:
-            return y
-        z = self.scale * _float32((x @ self.lora_b.T) @ self.lora_a.T)
-        return (_float32(y) + z).astype(y.dtype)
-
-    def delta(self) -> mx.array:
-        """(V, D) float32."""
-        a, b = self.lora_a.astype(mx.float32), self.lora_b.astype(mx.float32)
-        return self.scale * (a @ b)
+        return self.kept(compute)
 
 
 def dense_weight(layer: nn.Module) -> mx.array:
     """A layer's weight in float32, (O, I) or (V, D), dequantised without rounding in between."""
     if not is_quantized(layer):
-        return layer.weight.astype(mx.float32)
+        return float32(layer.weight)
     scales, biases = layer.scales, layer.get("biases")
     if mx.issubdtype(scales.dtype, mx.floating):
-        scales = scales.astype(mx.float32)
+        scales = float32(scales)
     return mx.dequantize(
         layer.weight,
         scales,
-        None if biases is None else biases.astype(mx.float32),
+        None if biases is None else float32(biases),
         group_size=layer.group_size,
         bits=layer.bits,
         mode=layer.mode,
@@ -225,9 +192,11 @@ def is_embedding(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Embedding | nn.QuantizedEmbedding)
 
 
-def _float32(x: mx.array) -> mx.array:
+def float32(x: mx.array) -> mx.array:
+    """The same in float32."""
     return x.astype(mx.float32)
 
 
-def _row_norms(weight: mx.array) -> mx.array:
-    return mx.sqrt(mx.sum(mx.square(weight), axis=1))
+def norms_of(weight: mx.array, axis: int = 1) -> mx.array:
+    """Euclidean norms along an axis, by default of the rows."""
+    return mx.sqrt(mx.sum(mx.square(weight), axis=axis))

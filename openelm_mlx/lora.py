@@ -5,7 +5,6 @@ The layers are in ``adapter_layers``, the settings in ``adapter_args``, the file
 """
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,12 @@ from mlx.utils import tree_flatten
 
 from openelm_mlx.adapter_args import LAYER_MODULES, MODEL_MODULES, matches, short_name
 from openelm_mlx.adapter_args import AdapterArgs as AdapterArgs
+from openelm_mlx.adapter_embeddings import DoRAEmbedding, LoRAEmbedding
 from openelm_mlx.adapter_files import read_adapter_folder, write_adapter_folder
 from openelm_mlx.adapter_layers import (
     LEAVES,
     Adapter,
     DoRALinear,
-    LoRAEmbedding,
     LoRALinear,
     dense_shape,
     is_embedding,
@@ -51,6 +50,9 @@ def add_adapters(model: Model, args: AdapterArgs, *, seed: int = 0) -> None:
     model.freeze()
     for (path, base), key in zip(targets.items(), keys, strict=True):
         set_module(model, path, _adapter(base, args, key))
+    model.train(model.training)  # new modules start in training mode
+    if args.kind == "dora" and args.adapts_embedding and args.embedding_magnitude == "none":
+        logger.info("token_embeddings gets plain LoRA under DoRA, as in CoreNet")
 
 
 def load_adapters(
@@ -77,7 +79,7 @@ def load_adapters(
     read = read_adapter_folder(folder, scale=scale)
     found = {name: array.shape for name, array in read.tensors.items()}
     if read.args is None:
-        shapes = _shapes(model)
+        shapes = {name: array.shape for name, array in _flat(model.parameters())}
         check_tensors({n: shapes[n] for n in found if n in shapes}, found, source=str(folder))
         model.load_weights(list(read.tensors.items()), strict=False)
         return None
@@ -85,7 +87,7 @@ def load_adapters(
     check_tensors(adapter_shapes(model, args), found, source=str(folder))
     add_adapters(model, args)
     model.load_weights(list(read.tensors.items()), strict=False)
-    if args.adapt_tied_head and _adapts_embedding(model):
+    if args.adapt_tied_head and args.adapts_embedding and "lm_head" not in model:
         logger.warning(
             "%s: as in mlx_lm, the embedding's adapter also reaches the tied output head; "
             "CoreNet and PEFT leave the head alone",
@@ -121,10 +123,10 @@ def save_adapters(
 
 def warn_where_mlx_lm_differs(model: Model, args: AdapterArgs) -> None:
     """Say if stock mlx_lm would read these adapters but compute something else."""
-    if not any(short_name(target) == "token_embeddings" for target in args.target_modules):
+    if not args.adapts_embedding:
         return
-    if args.kind == "dora":
-        reason = "it rescales the embedding's rows as well"
+    if args.kind == "dora" and args.embedding_magnitude != "token":
+        reason = "it learns a length for every row of the embedding"
     elif "lm_head" not in model and not args.adapt_tied_head:
         reason = "it applies the embedding's adapter to the tied output head as well"
     else:
@@ -138,7 +140,7 @@ def warn_where_mlx_lm_differs(model: Model, args: AdapterArgs) -> None:
 
 def adapter_state(model: Model) -> dict[str, mx.array]:
     """The adapters' tensors by name, in the model's order; empty without adapters."""
-    leaves: Any = tree_flatten(model.parameters())
+    leaves = _flat(model.parameters())
     return {name: array for name, array in leaves if name.rpartition(".")[2] in LEAVES}
 
 
@@ -160,13 +162,14 @@ def adapter_shapes(model: Model, args: AdapterArgs) -> dict[str, tuple[int, ...]
         shapes[f"{path}.lora_b"] = (args.rank, outputs)
         if args.kind == "dora" and not is_embedding(base):
             shapes[f"{path}.m"] = (outputs,)
+        elif is_embedding(base) and args.embedding_magnitude != "none":
+            shapes[f"{path}.m"] = (inputs if args.embedding_magnitude == "token" else outputs,)
     return shapes
 
 
 def trainable_count(model: nn.Module) -> int:
     """Number of elements that training will move."""
-    leaves: Any = tree_flatten(model.trainable_parameters())
-    return sum(array.size for _, array in leaves)
+    return sum(array.size for _, array in _flat(model.trainable_parameters()))
 
 
 def adapted_modules(model: Model) -> dict[str, Adapter]:
@@ -231,12 +234,13 @@ def _layer_of(path: str, outside: int) -> int:
 def _adapter(base: nn.Module, args: AdapterArgs, key: mx.array) -> Adapter:
     rows, columns = dense_shape(base)
     if is_embedding(base):
-        return LoRAEmbedding(
-            base,
-            lora_a=mx.zeros((rows, args.rank)),
-            lora_b=mx.random.normal((args.rank, columns), key=key),
-            scale=args.scale,
-            adapt_head=args.adapt_tied_head,
+        a, b = mx.zeros((rows, args.rank)), mx.random.normal((args.rank, columns), key=key)
+        scale, head = args.scale, args.adapt_tied_head
+        if args.embedding_magnitude == "none":
+            return LoRAEmbedding(base, lora_a=a, lora_b=b, scale=scale, adapt_head=head)
+        by_token = args.embedding_magnitude == "token"
+        return DoRAEmbedding(
+            base, lora_a=a, lora_b=b, scale=scale, by_token=by_token, adapt_head=head
         )
     bound = columns**-0.5
     layer = DoRALinear if args.kind == "dora" else LoRALinear
@@ -249,11 +253,6 @@ def _adapter(base: nn.Module, args: AdapterArgs, key: mx.array) -> Adapter:
     )
 
 
-def _adapts_embedding(model: Model) -> bool:
-    embedding = model.transformer.token_embeddings
-    return isinstance(embedding, LoRAEmbedding) and "lm_head" not in model
-
-
-def _shapes(model: Model) -> Mapping[str, tuple[int, ...]]:
-    leaves: Any = tree_flatten(model.parameters())
-    return {name: array.shape for name, array in leaves}
+def _flat(tree: Any) -> list[tuple[str, mx.array]]:
+    pairs: Any = tree_flatten(tree)
+    return pairs
