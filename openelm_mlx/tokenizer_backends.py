@@ -91,12 +91,13 @@ class SentencePieceBackend(Backend):
     def __init__(self, path: Path) -> None:
         self._processor = _load_sentencepiece(path)
         self.vocab_size = self._processor.get_piece_size()
-        processor = self._processor
+        ids = list(range(self.vocab_size))
+        control = zip(ids, self._processor.is_control(ids), strict=True)
         self.controls = {
-            processor.id_to_piece(i): i for i in range(self.vocab_size) if processor.is_control(i)
+            self._processor.id_to_piece(i): i for i, is_control in control if is_control
         }
         # A model with a dummy prefix drops it when it decodes.
-        self._strips = processor.decode([_SPACE]) == ""
+        self._strips = self._processor.decode([_SPACE]) == ""
 
     def special_ids(self, settings: TokenizerSettings) -> dict[str, int | None]:
         """The model's own ids; what it lacks may be named by the settings."""

@@ -225,10 +225,11 @@ class Tokenizer:
             "add_bos_token": self.bos_id is not None,
             "add_eos_token": False,
             **self._special,
-            "legacy": True,
             "clean_up_tokenization_spaces": False,
             "model_max_length": _MAX_LENGTH,
         }
+        if loader == "LlamaTokenizer":
+            config["legacy"] = True  # each stretch of a chat is encoded with a leading space
         if chat_template is not None:
             config["chat_template"] = chat_template
         write_files(Path(folder), files, config)

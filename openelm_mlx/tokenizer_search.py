@@ -172,7 +172,7 @@ def _search_hub(
             found = _from_hub(place)
             check_tokenizer(found, vocab_size, known_ids)
         except PermissionError:
-            tried.append(f"{place}: gated")
+            tried.append(f"{place}: gated or private")
         except FileNotFoundError:
             tried.append(f"{place}: not there")
         except ConnectionError:
