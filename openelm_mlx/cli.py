@@ -39,11 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, force=True)
-    logging.getLogger("openelm_mlx").setLevel(logging.INFO)
-    logging.getLogger("convert").setLevel(logging.INFO)
-    for level in (logging.INFO, logging.WARNING):
-        logging.addLevelName(level, logging.getLevelName(level).lower())
+    handler = _StderrHandler()
+    logging.getLogger().addHandler(handler)
+    for package in ("openelm_mlx", "convert"):
+        logging.getLogger(package).setLevel(logging.INFO)
     try:
         return run_route("openelm", COMMANDS, arguments, description=__doc__)
     except SystemExit as exit_:
@@ -59,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {explain(error)}", file=sys.stderr)
         return 1
+    finally:
+        logging.getLogger().removeHandler(handler)
 
 
 def run_route(
@@ -92,6 +93,14 @@ def run_route(
         sub.set_defaults(run=getattr(implementation, f"run_{suffix}" if suffix else "run"))
     args = parser.parse_args(argv)
     return int(args.run(args))
+
+
+class _StderrHandler(logging.Handler):
+    """Log records as ``level: message`` lines on whatever standard error is at that moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
 
 
 class Parser(argparse.ArgumentParser):

@@ -78,3 +78,26 @@ def tiny_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tiny.TinyTokeniz
     """320 pieces with byte fallback, unk 0, bos 1, eos 2, no pad: ``.path`` and ``.tokenizer``."""
     path = tiny.train(tmp_path_factory.mktemp("tokenizer") / "tokenizer.model")
     return tiny.TinyTokenizer(path, Tokenizer.from_path(path))
+
+
+@pytest.fixture(scope="session")
+def complete_dir(
+    tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: tiny.TinyTokenizer
+) -> Path:
+    """A self-contained, read-only model folder: unequal layers, 320 rows, ``tiny_tokenizer``."""
+    from openelm_mlx.checkpoint import save_model
+
+    args = ModelArgs.from_scaling(
+        num_transformer_layers=2,
+        model_dim=32,
+        head_dim=8,
+        qkv_multipliers=(0.5, 1.0),
+        ffn_multipliers=(0.5, 1.0),
+        num_gqa_groups=2,
+        ffn_dim_divisor=8,
+        vocab_size=tiny_tokenizer.tokenizer.vocab_size,
+    )
+    mx.random.seed(2)
+    folder = tmp_path_factory.mktemp("models") / "complete"
+    save_model(Model(args), folder, tokenizer=tiny_tokenizer.tokenizer)
+    return folder
