@@ -72,9 +72,15 @@ def test_a_message_cannot_write_control_tokens(content: str, tokenizer: Tokenize
     assert all(ord(character) < 0x80 for character in text)  # no guard left behind
 
 
-def test_a_template_cannot_be_completed_by_a_message(tiny_tokenizer: tiny.TinyTokenizer) -> None:
-    joined = with_template(tiny_tokenizer, "{{ messages[0]['content'] }}/s>")
-    assert joined.encode_chat([{"role": "user", "content": "<"}]).count(2) == 0
+@pytest.mark.parametrize(
+    ("template", "content"),
+    [("{{ messages[0].content }}/s>", "<"), ("<{{ messages[0].content }}", "/s>")],
+)
+def test_a_template_cannot_be_completed_by_a_message(
+    template: str, content: str, tiny_tokenizer: tiny.TinyTokenizer
+) -> None:
+    joined = with_template(tiny_tokenizer, template)
+    assert joined.encode_chat([{"role": "user", "content": content}]) == joined.encode("</s>")
 
 
 def test_a_template_without_bos_gets_one(tiny_tokenizer: tiny.TinyTokenizer) -> None:
