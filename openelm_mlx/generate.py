@@ -124,8 +124,7 @@ def stream_generate(
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
     """Token ids with exactly one BOS in front (two of them ruin the output, none ruins scores)."""
-    ids = tokenizer.encode(prompt, bos=False) if isinstance(prompt, str) else list(prompt)
-    return tokenizer.with_bos(ids)
+    return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.with_bos(prompt)
 
 
 def _token_stream(

@@ -33,19 +33,26 @@ def _relu(x: mx.array) -> mx.array:
     return mx.maximum(x, 0)
 
 
-def _gated(activation: Callable[[mx.array], mx.array]) -> Callable[[mx.array], mx.array]:
-    """``activation(gate) * value`` over the two halves of the last axis (Shazeer 2020)."""
+def gated(name: str, *, fused: bool) -> Callable[[mx.array], mx.array]:
+    """``activation(gate) * value`` over the two halves of the last axis (Shazeer 2020).
+
+    Args:
+        name: of the activation, as in the config.
+        fused: one kernel by ``mx.compile``: free on a GPU, seconds of C++ compiler on a CPU.
+
+    Returns:
+        (..., 2F) -> (..., F).
+    """
+    activation = _ACTIVATIONS[name]
 
     def glu(gate: mx.array, value: mx.array) -> mx.array:
         return activation(gate) * value
 
-    # One kernel on a GPU; on a CPU the C++ compiler would cost seconds at the first call.
-    fused = mx.compile(glu, shapeless=True) if mx.default_device().type == mx.gpu else glu
-    return lambda x: fused(*mx.split(x, 2, axis=-1))
+    function = mx.compile(glu, shapeless=True) if fused else glu
+    return lambda x: function(*mx.split(x, 2, axis=-1))
 
 
 _ACTIVATIONS = {"swish": _swish, "gelu": _gelu, "relu": _relu}
-_GATED = {name: _gated(activation) for name, activation in _ACTIVATIONS.items()}
 
 
 def _project_and_add(residual: mx.array, x: mx.array, linear: nn.Module) -> mx.array:
@@ -155,8 +162,9 @@ class MLP(nn.Module):
     def __init__(self, args: ModelArgs, layer_index: int) -> None:
         super().__init__()
         F = args.ffn_dims[layer_index]
-        table = _GATED if args.ffn_with_glu else _ACTIVATIONS
-        self._activation = table[args.activation_fn_name]
+        name = args.activation_fn_name
+        on_gpu = mx.default_device().type == mx.gpu
+        self._activation = gated(name, fused=on_gpu) if args.ffn_with_glu else _ACTIVATIONS[name]
         self.proj_1 = nn.Linear(args.model_dim, 2 * F if args.ffn_with_glu else F, bias=False)
         self.proj_2 = nn.Linear(F, args.model_dim, bias=False)
 
