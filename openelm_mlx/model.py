@@ -307,7 +307,7 @@ def num_parameters(module: nn.Module) -> int:
 def _require_equal(name: str, copy: mx.array | None, of: str, original: mx.array | None) -> None:
     if copy is None or original is None:
         return
-    if copy.shape != original.shape or not mx.array_equal(copy, original).item():
+    if not mx.array_equal(copy, original).item():
         raise ValueError(
             f"checkpoint: {name} differs from {of}, but the config says they are one matrix; "
             "set share_input_output_layers to false in config.json, or remove the wrong one"

@@ -7,6 +7,7 @@ import golden_set  # imports openelm_mlx, so that OpenBLAS comes before mlx.core
 import mlx.core as mx
 import pytest
 import tiny_tokenizer as tiny
+from model_makers import model_of
 
 from openelm_mlx.config import ModelArgs
 from openelm_mlx.model import Model
@@ -50,17 +51,7 @@ def tiny_args() -> ModelArgs:
 @pytest.fixture
 def tiny_model(tiny_args: ModelArgs) -> Model:
     """Float32, in eval mode, norm weights far from 1 so that a forgotten norm shows."""
-    mx.random.seed(1)
-    model = Model(tiny_args)
-    norms = {
-        name: mx.random.uniform(0.4, 1.6, weight.shape)
-        for name, weight in golden_set.flat(model)
-        if weight.ndim == 1
-    }
-    model.load_weights(list(norms.items()), strict=False)
-    model.eval()
-    mx.eval(model.parameters())
-    return model
+    return model_of(tiny_args, seed=1)
 
 
 @pytest.fixture

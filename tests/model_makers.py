@@ -34,9 +34,14 @@ def apple_io(name: str) -> dict[str, np.ndarray]:
 
 
 def random_model(config: Mapping[str, Any], seed: int = 0) -> Model:
-    """A model of that shape in eval mode, norm weights far from 1 so that a lost one shows."""
+    """``model_of`` the keys of a ``config.json``."""
+    return model_of(ModelArgs(**config), seed)
+
+
+def model_of(args: ModelArgs, seed: int = 0) -> Model:
+    """A float32 model in eval mode, norm weights far from 1 so that a lost one shows."""
     mx.random.seed(seed)
-    model = Model(ModelArgs(**config))
+    model = Model(args)
     norms = {
         name: mx.random.uniform(0.4, 1.6, weight.shape)
         for name, weight in golden_set.flat(model)

@@ -85,6 +85,16 @@ def test_no_more_is_trimmed_than_there_is() -> None:
     assert mx.array_equal(keys, rows(0, 2)).item()
 
 
+def test_growing_after_trimming_copies_only_what_is_cached() -> None:
+    cache = KVCache()
+    cache.update_and_fetch(rows(0, 4 * STEP), rows(0, 4 * STEP))
+    cache.trim(4 * STEP - 10)
+    end = 4 * STEP + 5
+    keys, _ = cache.update_and_fetch(rows(10, end), rows(10, end))
+    assert mx.array_equal(keys, rows(0, end)).item()
+    assert cache.state[0].shape[2] < end + STEP
+
+
 def test_state_carries_the_contents_to_another_cache() -> None:
     cache, other = KVCache(), KVCache()
     other.state = cache.state

@@ -45,7 +45,7 @@ def judged(model: Model) -> np.ndarray:
 
 
 def assert_right(model: Model) -> None:
-    np.testing.assert_allclose(np.array(model(TOKENS)), judged(model), atol=1e-5, rtol=0)
+    np.testing.assert_allclose(np.array(model(TOKENS)), judged(model), atol=5e-5, rtol=0)
 
 
 def new_norms(seed: int = 9) -> list[tuple[str, mx.array]]:
