@@ -159,8 +159,8 @@ def _check_targets(targets: Sequence[str]) -> None:
     for target in targets:
         if short_name(target) not in known:
             near = get_close_matches(short_name(target), known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = f" (did you mean {near[0]}?)" if near else ""
             raise ValueError(
-                f"OpenELM has no module {target!r}{hint} It has {', '.join(known)} "
+                f"OpenELM has no module {target!r}{hint}; it has {', '.join(known)} "
                 "(queries, keys and values are one matrix, qkv_proj)"
             )
