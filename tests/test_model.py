@@ -72,6 +72,23 @@ def test_random_shapes_cover_every_switch() -> None:
     assert any(len(set(c["num_query_heads"])) > 1 for c in configs)
 
 
+def test_hidden_states_keys_and_values_agree_with_the_reference(tiny_model: Model) -> None:
+    tokens = random_tokens(2, 9, 61)
+    weights = golden_set.numpy_weights(tiny_model)
+    wanted = reference.trace(tiny_model.args.to_dict(), weights, np.array(tokens))
+    cache = make_cache(2)
+    h = tiny_model.transformer.token_embeddings(tokens)
+    for i, layer in enumerate(tiny_model.layers):
+        h = layer(h, "causal", cache[i])
+        np.testing.assert_allclose(np.array(h), wanted[f"layer_{i}"], atol=1e-5, rtol=0)
+        keys, values = (np.array(buffer)[:, :, :9] for buffer in cache[i].state)
+        rotated = reference.rope(wanted[f"keys.{i}"], np.arange(9), 10000)
+        np.testing.assert_allclose(keys, rotated, atol=1e-5, rtol=0)
+        np.testing.assert_allclose(values, wanted[f"values.{i}"], atol=1e-5, rtol=0)
+    normed = np.array(tiny_model.transformer(tokens))
+    np.testing.assert_allclose(normed, wanted["final_norm"], atol=1e-5, rtol=0)
+
+
 def test_a_batch_of_equal_lengths_equals_its_rows(tiny_model: Model) -> None:
     tokens = random_tokens(3, 9, 61)
     together = np.array(tiny_model(tokens))
