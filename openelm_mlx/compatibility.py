@@ -9,6 +9,8 @@ from typing import Any
 
 from openelm_mlx.config import ModelArgs
 
+APPLES_CODE = "transformers (Apple's code)"
+
 
 def where_it_runs(
     args: ModelArgs, quantization: Mapping[str, Any] | None = None
@@ -25,7 +27,7 @@ def where_it_runs(
     return {
         "openelm_mlx": None,
         "mlx_lm": _joined(_mlx_lm_reasons(args)),
-        "transformers (Apple's code)": _joined(_transformers_reasons(args, quantization)),
+        APPLES_CODE: _joined(_transformers_reasons(args, quantization)),
         "mlx-swift-lm": _joined(_swift_reasons(args)),
         "Core ML (openelm convert coreml)": _joined(_coreml_reasons(quantization)),
     }

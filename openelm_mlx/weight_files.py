@@ -125,13 +125,18 @@ def open_tensor_file(file: Path) -> Iterator[dict[str, StoredTensor]]:
         with PtFile(file) as archive:
             yield dict(archive.state_dict())
         return
+    yield _map_file(file)  # not kept here: every tensor would stay in memory after its use
+
+
+def _map_file(file: Path) -> dict[str, StoredTensor]:
+    """MLX's lazy arrays of a file."""
     if file.suffix == ".safetensors":
         _refuse_foreign_types(file, check_safetensors(file))
     try:
         loaded: Any = mx.load(str(file))
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{file} cannot be read: {one_line(error)}; is it complete?") from error
-    yield dict(loaded)
+    return dict(loaded)
 
 
 def _refuse_foreign_types(file: Path, header: dict[str, Any]) -> None:
