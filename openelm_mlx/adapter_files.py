@@ -31,6 +31,17 @@ logger = logging.getLogger(__name__)
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapters.safetensors"
 _PEFT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+_OBJECT, _INTEGER, _NUMBER = (Mapping, "an object"), (int, "an integer"), (int | float, "a number")
+_TYPES = {
+    "num_layers": _INTEGER,
+    "lora_layers": _INTEGER,
+    "lora_parameters": _OBJECT,
+    "openelm_mlx": _OBJECT,
+}
+_PARAMETER_TYPES = {
+    **{"rank": _INTEGER, "scale": _NUMBER, "alpha": _NUMBER, "dropout": _NUMBER},
+    "keys": (list, "a list of names"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +68,10 @@ def read_adapter_folder(folder: str | Path, *, scale: float | None = None) -> Ad
     """
     folder = Path(folder)
     _check_is_adapter_folder(folder)
-    tensors = read_tensor_file(_weights_file(folder))
+    tensors = dict(sorted(read_tensor_file(_weights_file(folder)).items()))
+    _check_floating(tensors, folder)
     config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    _check_types(config, folder / CONFIG)
     if config.get("fine_tune_type") == "full":
         return AdapterFolder(args=None, tensors=tensors)
     inferred = _infer(tensors, source=str(folder))
@@ -140,6 +153,30 @@ def _weights_file(folder: Path) -> Path:
     raise FileNotFoundError(f"{folder} holds no {WEIGHTS}; it holds {found}")
 
 
+def _check_floating(tensors: Mapping[str, mx.array], folder: Path) -> None:
+    wrong = [n for n, array in tensors.items() if not mx.issubdtype(array.dtype, mx.floating)]
+    if wrong:
+        raise ValueError(
+            f"{folder}: {len(wrong)} tensors are not floating-point, first {wrong[0]} with "
+            f"{tensors[wrong[0]].dtype}"
+        )
+
+
+def _check_types(config: Mapping[str, Any], file: Path) -> None:
+    """Refuse a value of another JSON type than its key has; null counts as absent."""
+    _check_keys(config, _TYPES, file, "")
+    _check_keys(config.get("lora_parameters") or {}, _PARAMETER_TYPES, file, "lora_parameters.")
+
+
+def _check_keys(
+    values: Mapping[str, Any], types: Mapping[str, tuple[Any, str]], file: Path, prefix: str
+) -> None:
+    for key, (kind, name) in types.items():
+        value = values.get(key)
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{file}: {prefix}{key} must be {name}, got {value!r}")
+
+
 def _infer(tensors: Mapping[str, mx.array], *, source: str) -> dict[str, Any]:
     """Rank, kind and modules as the tensors' names and shapes tell them."""
     paths = list(dict.fromkeys(name.rpartition(".")[0] for name in tensors))
@@ -172,8 +209,8 @@ def _args(
     config: Mapping[str, Any], inferred: Mapping[str, Any], scale: float | None, folder: Path
 ) -> AdapterArgs:
     parameters = config.get("lora_parameters") or {}
-    own = config.get("openelm_mlx", {})
-    num_layers = config.get("num_layers", config.get("lora_layers"))
+    own = config.get("openelm_mlx") or {}
+    num_layers = config.get("num_layers") or config.get("lora_layers")
     if num_layers is None:  # whole paths name the very layers that the file has
         targets, num_layers = inferred["paths"], -1
     else:  # without keys, mlx_lm's own default has changed over time: the tensors tell it
@@ -185,14 +222,14 @@ def _args(
             rank=parameters.get("rank", inferred["rank"]),
             scale=scale,
             dropout=parameters.get("dropout", 0.0),
-            kind=config.get("fine_tune_type", inferred["kind"]),
+            kind=config.get("fine_tune_type") or inferred["kind"],
             target_modules=targets,
             num_layers=num_layers if num_layers > 0 else -1,  # mlx_lm: 0 and below are all
             use_rslora=own.get("use_rslora", False),
             embedding_magnitude=inferred["embedding_magnitude"],
             adapt_tied_head=own.get("adapt_tied_head", True),
         )
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise ValueError(f"{folder / CONFIG}: {error}") from error
 
 
