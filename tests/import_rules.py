@@ -18,24 +18,28 @@ PACKAGES = ("openelm_mlx", "convert")
 # A module may import modules of the rows above its own. Names without a dot are openelm_mlx's.
 LAYERS = {
     "foundation": "atomic blas",
-    "0": """cache chat_template config config_check detokenizer doctor hub losses mismatch optim
-        plots recipe sampling scaling sentencepiece_json text_files tokenizer tokenizer_backends
-        tokenizer_codec tokenizer_files tokenizer_search
-        convert.names
+    "0": """cache chat_template config config_check detokenizer doctor graph_count hub losses
+        mismatch optim plots recipe sampling scaling sentencepiece_json text_files
+        tokenizer tokenizer_backends tokenizer_codec tokenizer_files tokenizer_search
+        convert.dtypes convert.licence convert.names
         convert.pt_archive convert.pt_containers convert.pt_dtypes convert.pt_file
         convert.pt_globals convert.pt_numpy convert.pt_tensor convert.pt_unpickler
         convert.pt_writer
         convert.mil_package convert.mil_ops convert.mil_eval""",
-    "1": "compatibility data model packing weight_files",
+    "1": "compatibility data memory model packing weight_files",
     "2": "adapter_args adapter_embeddings adapter_files adapter_fuse adapter_layers fitting lora",
     "3": "checkpoint",
-    "4": """decoding speculative trainer
-        convert.corenet convert.huggingface convert.peft convert.quantize
+    "4": """decoding proposals speculative trainer
+        convert.average
+        convert.corenet convert.corenet_checkpoint convert.corenet_config convert.corenet_lora
+        convert.corenet_reader convert.corenet_rows convert.corenet_writer
+        convert.huggingface convert.huggingface_config convert.peft convert.quantize
+        convert.quantize_check convert.quantize_plan convert.source
         convert.coreml convert.coreml_graph convert.coreml_weights convert.coreml_verify
         convert.coreai convert.coreai_api convert.coreai_verify""",
-    "5": "dpo evaluate finetune generate pretrain convert.cli",
-    "6": "bench demo",
-    "7": "cli",
+    "5": "batch chat dpo evaluate finetune generate generation_settings info pretrain",
+    "6": "bench bench_cases demo",
+    "7": "cli convert.cli",
 }
 # One thing split for reading: its parts may import each other though in one layer (patterns).
 FAMILIES = (
@@ -43,8 +47,13 @@ FAMILIES = (
     "config config_check scaling",
     "adapter_* lora",
     "data packing",
-    "decoding speculative",
+    "decoding proposals speculative",
+    "batch chat generate generation_settings",
+    "bench bench_cases",
+    "cli convert.cli",
     "convert.pt_*",
+    "convert.corenet*",
+    "convert.huggingface* convert.quantize* convert.source",
     "convert.mil_*",
     "convert.coreml*",
     "convert.coreai*",
