@@ -95,6 +95,9 @@ def explain_import_error(error: ImportError) -> str | None:
         )
     if module == "mlx" or "libmlx" in text:
         return f"MLX has no backend here; install one: {_backend_command()}"
+    shadow = find_shadowing_convert() if module == "convert" else None
+    if shadow is not None:
+        return f"{shadow} hides our package `convert`; rename it or work in another folder"
     for extra, packages in _extras().items():
         if module in {name.replace("-", "_") for name in packages}:
             return f"{module} is not installed; add it: {_pip_install(extra)}"

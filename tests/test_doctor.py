@@ -252,6 +252,20 @@ def test_a_convert_folder_earlier_on_the_path_is_noticed(
     assert doctor.find_shadowing_convert() == tmp_path / "convert"
 
 
+def test_a_hidden_convert_is_one_line_for_who_runs_into_it(tmp_path: Path) -> None:
+    (tmp_path / "convert.py").write_text("print('the user wrote this')\n")
+    code = (
+        "from openelm_mlx.doctor import explain_import_error\n"
+        "try:\n    import convert.names\n"
+        "except ImportError as error:\n    print(explain_import_error(error))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    line = result.stdout.splitlines()[-1]
+    assert line.startswith(f"{tmp_path / 'convert.py'} hides our package `convert`; rename it")
+
+
 def test_our_own_folder_does_not_shadow_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(doctor.__file__).parent.parent
     for folder in (root, root / "convert"):
