@@ -6,6 +6,7 @@ are read straight from the file. They are not memory-mapped: mapped pages would 
 """
 
 import struct
+import threading
 import zipfile
 import zlib
 from pathlib import Path
@@ -35,6 +36,7 @@ class PtArchive:
         """
         self.path = path
         _refuse_other_formats(path)
+        self._lock = threading.Lock()
         self._file = path.open("rb")
         try:
             self._length = path.stat().st_size
@@ -101,13 +103,14 @@ class PtArchive:
         if self._file.closed:
             raise self._error("is closed; load its tensors inside the `with PtFile(...)` block")
         record = self._record(name)
-        self._file.seek(self._data_offset(record) + start)
         crc = 0
-        for at in range(0, len(target), _CHUNK_BYTES):
-            with target[at : at + _CHUNK_BYTES] as part:
-                if self._file.readinto(part) != len(part):
-                    raise self._error(f"ends inside {name}: truncated; {_COPY_AGAIN}")
-                crc = zlib.crc32(part, crc)
+        with self._lock:  # tensors may be loaded from several threads
+            self._file.seek(self._data_offset(record) + start)
+            for at in range(0, len(target), _CHUNK_BYTES):
+                with target[at : at + _CHUNK_BYTES] as part:
+                    if self._file.readinto(part) != len(part):
+                        raise self._error(f"ends inside {name}: truncated; {_COPY_AGAIN}")
+                    crc = zlib.crc32(part, crc)
         if len(target) == record.file_size and record.CRC not in (0, crc):
             raise self._error(f"{name} does not match its checksum: damaged; {_COPY_AGAIN}")
         if self._swap and swap_bytes > 1:
@@ -145,9 +148,10 @@ class PtArchive:
                 "holds compressed or encrypted records, which torch.save never writes: unpack it "
                 "and pack it again with `zip -0 -r`"
             )
-        if any(e.compress_size != e.file_size for e in entries) or (
-            sum(e.file_size for e in entries) > self._length  # records may not overlap
-        ):
+        if any(
+            e.compress_size != e.file_size or not 0 <= e.header_offset < self._length
+            for e in entries
+        ) or (sum(e.file_size for e in entries) > self._length):  # records may not overlap
             raise self._error("declares more bytes than it has: damaged or hostile")
         start = len(roots[0])
         return {e.filename[start:]: e for e in entries if e.filename.startswith(roots[0])}

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from convert.pt_archive import PtArchive
 from convert.pt_globals import MEANING, finish_leaf
-from convert.pt_tensor import PtTensor, TensorSpec
+from convert.pt_tensor import MAX_MLX_SIZE, PtTensor, TensorSpec
 from convert.pt_unpickler import unpickle
 from convert.pt_writer import write
 
@@ -69,11 +69,7 @@ class PtFile:
         self.path = Path(path)
         self._archive = PtArchive(self.path)
         try:
-            data = self._archive.read("data.pkl", limit=_MAX_PICKLE_BYTES)
-            try:
-                self.tree = _map_leaves(unpickle(data, MEANING), self._open_leaf)
-            except ValueError as error:
-                raise ValueError(f"{self.path}: {error}") from error
+            self.tree = _map_leaves(self._unpickle(), self._open_leaf)
         except BaseException:
             self.close()
             raise
@@ -117,10 +113,15 @@ class PtFile:
             f"{', '.join(_STATE_DICT_KEYS)}; the top-level keys are {listed}"
         )
 
+    def _unpickle(self) -> Any:
+        data = self._archive.read("data.pkl", limit=_MAX_PICKLE_BYTES)
+        try:
+            return _map_leaves(unpickle(data, MEANING), finish_leaf)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from error
+
     def _open_leaf(self, value: object) -> object:
-        if isinstance(value, TensorSpec):
-            return PtTensor(self._archive, value)
-        return finish_leaf(value)
+        return PtTensor(self._archive, value) if isinstance(value, TensorSpec) else value
 
 
 def _is_state_dict(value: dict[Any, Any]) -> bool:
@@ -139,7 +140,8 @@ def _load_tensors(tree: Any) -> Any:
         if not isinstance(value, PtTensor):
             return value
         place = (value.storage.key, value.dtype)
-        if sum(view.nbytes for view in views[place]) <= value.storage.nbytes:
+        apart = sum(view.nbytes for view in views[place]) <= value.storage.nbytes
+        if apart or value.storage_size > MAX_MLX_SIZE:
             return value.load()
         if place not in storages:
             storages[place] = value.load_storage()
@@ -165,7 +167,8 @@ def _map_leaves(tree: Any, leaf: Callable[[object], object]) -> Any:
             return done[id(value)][1]
         if depth > _MAX_DEPTH:
             raise ValueError(f"nests containers more than {_MAX_DEPTH} deep: damaged or hostile")
-        done[id(value)] = (value, value)
+        if not isinstance(value, tuple):  # a tuple that holds itself ends at the depth limit
+            done[id(value)] = (value, value)
         if isinstance(value, dict):
             for key, item in value.items():
                 value[key] = visit(item, depth + 1)

@@ -15,7 +15,7 @@ from convert.pt_archive import PtArchive
 from convert.pt_dtypes import ElementType
 
 _MAX_DIMENSIONS = 64
-_MAX_MLX_SIZE = 2**31 - 1  # MLX counts an axis in int32
+MAX_MLX_SIZE = 2**31 - 1  # MLX counts an axis in int32
 _MAX_EXPANDED_BYTES = 64 * 2**20  # a stride of 0 can make terabytes of four bytes
 
 
@@ -42,7 +42,7 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         numbers = (self.offset, *self.shape, *self.strides)
-        if any(type(number) is not int or number < 0 for number in numbers):
+        if any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
             raise ValueError(
                 "holds a tensor with a bad offset, shape or stride: damaged or hostile"
             )
@@ -64,7 +64,7 @@ class TensorSpec:
                 f"expands {self.storage.nbytes} bytes to a tensor of {self.nbytes}; "
                 "save tensor.clone() of the unexpanded tensor in PyTorch"
             )
-        if max((*self.shape, 0 if self.is_contiguous else self.span), default=0) > _MAX_MLX_SIZE:
+        if max((*self.shape, 0 if self.is_contiguous else self.span), default=0) > MAX_MLX_SIZE:
             raise ValueError(
                 "holds a tensor with an axis of 2**31 elements or more, past MLX's limit"
             )
@@ -140,9 +140,14 @@ class PtTensor:
         view = mx.as_strided(flat, spec.shape, spec.strides, 0, stream=mx.cpu)
         return self._finish(mx.contiguous(view, stream=mx.cpu))
 
+    @property
+    def storage_size(self) -> int:
+        """Elements of the whole storage."""
+        return self.storage.nbytes // self._spec.element.itemsize
+
     def load_storage(self) -> mx.array:
-        """Read the whole storage as a flat array of the tensor's type, for ``view``."""
-        return self._read((self.storage.nbytes // self._spec.element.itemsize,), 0)
+        """Read the whole storage, ``MAX_MLX_SIZE`` elements at most, flat, for ``view``."""
+        return self._read((self.storage_size,), 0)
 
     def view(self, storage: mx.array) -> mx.array:
         """The tensor as a view of ``load_storage``'s array: tied tensors share their memory."""

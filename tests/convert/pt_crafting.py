@@ -5,6 +5,10 @@ import struct
 import zipfile
 from pathlib import Path
 
+import openelm_mlx  # noqa: F401 - loads OpenBLAS before mlx
+
+from convert import pt_file  # isort: skip
+
 REBUILD_V2 = b"ctorch._utils\n_rebuild_tensor_v2\n"
 HOOKS = b"ccollections\nOrderedDict\n)R"
 
@@ -75,3 +79,23 @@ def clear_checksums(path: Path) -> None:
         data[at + 16 : at + 20] = struct.pack("<I", 0)
         at = data.find(b"PK\x01\x02", at + 4)
     path.write_bytes(data)
+
+
+def refusal(path: Path) -> str:
+    """The message a file is refused with, after the file's name."""
+    tree, message = outcome(path)
+    assert message is not None, f"{path} was read as {tree}"
+    return message
+
+
+def outcome(path: Path) -> tuple[object, str | None]:
+    """What a file gives: its tree, or else the well-formed message of its refusal."""
+    try:
+        return pt_file.read(path), None
+    except ValueError as error:
+        message = str(error)
+    assert "\n" not in message
+    assert message.startswith(f"{path}: ")
+    assert message.count(str(path)) == 1
+    assert len(message) < len(str(path)) + 500
+    return None, message.removeprefix(f"{path}: ")

@@ -1,14 +1,11 @@
-"""Files that lie, break or try to run code are refused in one line that names the file."""
+"""Pickles that lie or try to run code are refused in one line; nothing in them is executed."""
 
 import argparse
 import builtins
 import os
 import pickle
 import random
-import struct
-import tarfile
 import time
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,33 +15,13 @@ import pytest
 
 import openelm_mlx  # noqa: F401 - loads OpenBLAS before mlx
 
-import mlx.core as mx  # isort: skip
 from convert import pt_file  # isort: skip
 
 MIB = 2**20
 
 
-def refusal(path: Path) -> str:
-    """The message a file is refused with, after the file's name."""
-    tree, message = outcome(path)
-    assert message is not None, f"{path} was read as {tree}"
-    return message
-
-
-def outcome(path: Path) -> tuple[object, str | None]:
-    """What a file gives: its tree, or else the well-formed message of its refusal."""
-    try:
-        return pt_file.read(path), None
-    except ValueError as error:
-        message = str(error)
-    assert "\n" not in message
-    assert message.startswith(f"{path}: ")
-    assert len(message) < len(str(path)) + 500
-    return None, message.removeprefix(f"{path}: ")
-
-
 def refusal_of(tmp_path: Path, data_pkl: bytes, storages: dict[str, bytes] | None = None) -> str:
-    return refusal(craft.save(tmp_path / "bad.pt", data_pkl, storages))
+    return craft.refusal(craft.save(tmp_path / "bad.pt", data_pkl, storages))
 
 
 class Call:
@@ -172,7 +149,8 @@ def test_bombs_are_refused_at_once(tmp_path: Path) -> None:
         (4, (5,), (1,), 0, "reaches outside its storage"),
         (4, (2,), (4,), 0, "reaches outside its storage"),
         (4, (1,), (1,), 4, "reaches outside its storage"),
-        (4, (2, 2), (10**30, 1), 0, "reaches outside its storage"),
+        (4, (2, 2), (10**15, 1), 0, "reaches outside its storage"),
+        (4, (2, 2), (10**30, 1), 0, "bad offset, shape or stride"),
         (4, (2,), (-1,), 1, "bad offset, shape or stride"),
         (4, (2,), (1,), -1, "bad offset, shape or stride"),
         (4, (2.0,), (1,), 0, "bad offset, shape or stride"),
@@ -219,32 +197,6 @@ def test_types_that_mlx_lacks_are_refused_by_name(tmp_path: Path) -> None:
     assert "tensor.dequantize()" in refusal_of(tmp_path, craft.whole(opcodes), {"0": b"1"})
 
 
-def test_every_truncation_of_a_file_is_refused(tmp_path: Path) -> None:
-    pt_file.write(tmp_path / "whole.pt", {"w": mx.arange(40.0), "n": 1})
-    data = (tmp_path / "whole.pt").read_bytes()
-    path = tmp_path / "cut.pt"
-    for length in [*range(4, len(data) - 1, 37), len(data) - 1]:
-        path.write_bytes(data[:length])
-        assert "truncated or damaged" in refusal(path)
-
-
-def test_a_flipped_bit_never_gives_other_values(tmp_path: Path) -> None:
-    weights = mx.arange(40.0)
-    pt_file.write(tmp_path / "good.pt", {"w": weights})
-    data = (tmp_path / "good.pt").read_bytes()
-    path = tmp_path / "flip.pt"
-    flips = random.Random(0)
-    refused = 0
-    for _ in range(250):
-        at = flips.randrange(len(data))
-        path.write_bytes(data[:at] + bytes([data[at] ^ (1 << flips.randrange(8))]) + data[at + 1 :])
-        tree, message = outcome(path)
-        refused += message is not None
-        if isinstance(tree, dict):  # the bit was in padding or in a field nothing depends on
-            assert tree["w"].tolist() == weights.tolist()
-    assert refused > 60
-
-
 def test_damaged_pickles_give_value_errors_and_nothing_else(tmp_path: Path) -> None:
     state = {"a": [np.arange(3), {1: (2.5, None, b"x")}], "b": {"s"}, "c": np.float32(1)}
     tensor = craft.tensor_opcodes("FloatStorage", 4, (2, 2), (2, 1))
@@ -256,62 +208,5 @@ def test_damaged_pickles_give_value_errors_and_nothing_else(tmp_path: Path) -> N
             for _ in range(random_bytes.randint(1, 3)):
                 damaged[random_bytes.randrange(len(data))] = random_bytes.randrange(256)
             path = craft.save(tmp_path / "f.pt", bytes(damaged), {"0": bytes(16)})
-            refused += outcome(path)[1] is not None
+            refused += craft.outcome(path)[1] is not None
     assert refused > 60
-
-
-@pytest.mark.parametrize(
-    ("head", "message"),
-    [
-        (b"", "is empty; copy or download it again"),
-        (
-            b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.",
-            "before 1.6; re-save it in PyTorch 1.6 or later with torch.save(torch.load(f), f)",
-        ),
-        (pickle.dumps({"a": 1}), "is a plain pickle, not written by torch.save"),
-        (struct.pack("<Q", 2) + b'{"a": 1}', "is a safetensors file"),
-        (b"version https://git-lfs.github.com/spec/v1\noid", "run `git lfs pull`"),
-        (b"<html>not found</html>", "is not a PyTorch file: expected a zip archive"),
-        (b"PK\x03\x04", "truncated or damaged"),
-    ],
-)
-def test_other_files_are_named_with_what_to_do(tmp_path: Path, head: bytes, message: str) -> None:
-    (tmp_path / "x.pt").write_bytes(head)
-    assert message in refusal(tmp_path / "x.pt")
-
-
-def test_other_archives_and_folders_are_named_with_what_to_do(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "old.pt", "w") as archive:
-        archive.add(__file__, "storages")
-    assert "is a tar file" in refusal(tmp_path / "old.pt")
-    with zipfile.ZipFile(tmp_path / "z.pt", "w") as archive:
-        archive.writestr("readme.txt", "x")
-    assert "is a zip file but not a PyTorch checkpoint" in refusal(tmp_path / "z.pt")
-    scripted = craft.save(tmp_path / "s.pt", craft.whole(b"N"), extra={"constants.pkl": b"\x80"})
-    assert "torch.jit.load(f).state_dict()" in refusal(scripted)
-    assert "is a folder; give the path of" in refusal(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"none\.pt: no such file"):
-        pt_file.read(tmp_path / "none.pt")
-
-
-def test_archives_that_lie_about_their_records_are_refused(tmp_path: Path) -> None:
-    one = craft.whole(b"N")
-    packed = craft.save(tmp_path / "c.pt", one, compression=zipfile.ZIP_DEFLATED)
-    assert "compressed or encrypted records" in refusal(packed)
-    odd = craft.save(tmp_path / "o.pt", one, byteorder=b"middle")
-    assert "has byte order b'middle', expected" in refusal(odd)
-    missing = craft.whole(craft.tensor_opcodes("FloatStorage", 1, (1,), (1,), key="9"))
-    assert "lacks the record 'data/9'" in refusal_of(tmp_path, missing)
-    lying = craft.save(tmp_path / "l.pt", one, {"0": b"1234"})
-    data = bytearray(lying.read_bytes())
-    entry = data.rfind(b"PK\x01\x02")
-    data[entry + 20 : entry + 28] = struct.pack("<II", 10**9, 10**9)
-    lying.write_bytes(data)
-    assert "declares more bytes than it has" in refusal(lying)
-
-
-def test_a_closed_or_refused_file_leaves_no_open_handle(tmp_path: Path) -> None:
-    path = craft.save(tmp_path / "h.pt", craft.whole(b"cos\nsystem\n"))
-    for _ in range(3):
-        refusal(path)  # an unclosed file would fail the test: warnings are errors
-    path.unlink()

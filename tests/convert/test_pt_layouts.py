@@ -1,8 +1,11 @@
 """What the reader makes of archives put together by hand, judged by NumPy and by ``pickle``."""
 
+import io
 import pickle
+import time
 import zipfile
 from collections import defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +99,29 @@ def test_plain_python_and_numpy_state_is_read_as_pickle_reads_it(
     assert loaded["counts"] == state["counts"]
     assert loaded["counts"].default_factory is list
     np.testing.assert_array_equal(loaded["rng"][1], state["rng"][1])
+
+
+def test_tensors_of_the_oldest_rebuild_function_and_parameters_are_read(tmp_path: Path) -> None:
+    arguments = craft.storage_opcodes("FloatStorage", "0", 24) + craft.push(2) + craft.push((3,))
+    tensor = b"ctorch._utils\n_rebuild_tensor\n(" + arguments + craft.push((2,)) + b"tR"
+    parameter = b"ctorch._utils\n_rebuild_parameter\n" + tensor + b"\x88" + craft.HOOKS + b"\x87R"
+    path = craft.save(tmp_path / "v1.pt", craft.whole(parameter), {"0": VALUES.tobytes()})
+    np.testing.assert_array_equal(np.array(pt_file.read(path)), VALUES[2:8:2])
+
+
+def test_tensors_load_from_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class SlowFile(io.BufferedReader):
+        def seek(self, *where: int) -> int:
+            position = super().seek(*where)
+            time.sleep(1e-3)  # lets another thread seek elsewhere before this one reads
+            return position
+
+    pt_file.write(tmp_path / "t.pt", {f"w{i}": mx.full((300,), float(i)) for i in range(20)})
+    monkeypatch.setattr(Path, "open", lambda path, _: SlowFile(io.FileIO(path)))
+    with pt_file.PtFile(tmp_path / "t.pt") as file, ThreadPoolExecutor(4) as pool:
+        loaded = list(pool.map(lambda tensor: np.array(tensor.load()), file.tree.values()))
+    for index, array in enumerate(loaded):
+        np.testing.assert_array_equal(array, np.full(300, index, np.float32))
 
 
 def test_an_object_found_twice_stays_one_object(tmp_path: Path) -> None:
