@@ -75,6 +75,7 @@ class AdapterArgs:
         target_modules: Sequence[str] = APPLE_TARGETS,
         num_layers: int = -1,
         use_rslora: bool = False,
+        embedding_magnitude: Literal["none", "feature", "token"] = "none",
     ) -> Self:
         """Settings in CoreNet's and PEFT's terms, with ``alpha`` in place of ``scale``."""
         return cls(
@@ -85,6 +86,7 @@ class AdapterArgs:
             target_modules=target_modules,
             num_layers=num_layers,
             use_rslora=use_rslora,
+            embedding_magnitude=embedding_magnitude,
         )
 
     @property

@@ -55,8 +55,9 @@ def fuse_model(model: Model, *, dequantize: bool = False) -> dict[str, float]:
     shares: Any = mx.stack(list(lost.values())).tolist()
     broken = [path for path, share in zip(lost, shares, strict=True) if not share < float("inf")]
     if broken:
+        stored = str(dtype).removeprefix("mlx.core.")
         raise ValueError(
-            f"{len(broken)} fused weights are not finite in {dtype}, first {broken[0]}; "
+            f"{len(broken)} fused weights are not finite in {stored}, first {broken[0]}; "
             "the adapter is damaged, or its scale too large"
         )
     return dict(zip(lost, shares, strict=True))
