@@ -83,7 +83,7 @@ def warn_float16(num_layers: int, model_dim: int, dtype: mx.Dtype | None) -> Non
 
     Source: apple/corenet@1aa3acd ``mlx_examples/open_elm/README.md``.
     """
-    if dtype == mx.float16 and (num_layers, model_dim) == _SHAPE_3B:
+    if dtype is not None and dtype == mx.float16 and (num_layers, model_dim) == _SHAPE_3B:
         logger.warning(
             "OpenELM-3B's activations leave the range of float16 and may become infinite; "
             "Apple advises bfloat16: use --dtype bfloat16"
