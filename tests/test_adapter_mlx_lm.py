@@ -136,7 +136,7 @@ def stock_folder(
     [
         (None, 16),
         (None, 1),
-        (["attn.qkv_proj"], -1),
+        (["attn.qkv_proj"], -3),
         (["ffn.proj_1", "transformer.token_embeddings"], 1),
         (["transformer.token_embeddings"], 0),
     ],
