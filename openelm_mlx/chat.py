@@ -82,7 +82,7 @@ class Conversation:
                 answer += part.text
                 yield part
         finally:
-            stream.close()  # type: ignore[attr-defined]  # a generator; ends the decoding loop
+            stream.close()  # ends the decoding loop
             self.messages.append({"role": "assistant", "content": answer.strip()})
             self._remember(ids + generated)
 

@@ -8,7 +8,6 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +170,8 @@ def write_companions(
     write_json(folder / "config.json", args.to_dict())
     generation = {"bos_token_id": args.bos_token_id, "eos_token_id": args.eos_token_id}
     write_json(folder / "generation_config.json", generation)
+    from importlib.metadata import version  # 0.06 s that most commands need not wait for
+
     versions = {name: version(name) for name in ("openelm-mlx", "mlx")}
     write_json(folder / "openelm.json", {**(provenance or {}), "versions": versions})
     if tokenizer is None:

@@ -3,7 +3,7 @@
 L new tokens, S cached tokens, K key-value heads, E head_dim, V vocabulary; one sequence at a time.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -50,7 +50,7 @@ def decode(
     cache: list[Any] | None = None,
     prefill_step: int = PREFILL_STEP,
     compiled: bool | None = None,
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     """Generate token ids, each computed while the one before is being used.
 
     Args:
@@ -75,10 +75,7 @@ def decode(
         raise ValueError("the prompt is empty; give at least one token")
     cache = make_cache(len(model.layers)) if cache is None else cache
     logits = prefill(model, tokens, cache, step=prefill_step)
-    own = all(type(layer) is KVCache for layer in cache)
-    if compiled is None:
-        compiled = own and mx.default_device().type == mx.gpu
-    step = CompiledStep(model, cache) if compiled and own else EagerStep(model, cache)
+    step = make_step(model, cache, compiled)
 
     history = tokens if processors else None
     try:
@@ -95,6 +92,16 @@ def decode(
             yield picked[0]
     finally:
         step.finish()
+
+
+def make_step(
+    model: Model, cache: list[Any], compiled: bool | None = None
+) -> "EagerStep | CompiledStep":
+    """The way to run one token; see :func:`decode` for ``compiled``."""
+    own = all(type(layer) is KVCache for layer in cache)
+    if compiled is None:
+        compiled = mx.default_device().type == mx.gpu
+    return CompiledStep(model, cache) if compiled and own else EagerStep(model, cache)
 
 
 class EagerStep:
@@ -134,20 +141,22 @@ class FixedKVCache:
 class CompiledStep:
     """One token through the model as one compiled graph: 2.5x less host time (PERFORMANCE.md).
 
-    The buffers double when they are full, which compiles once more.
+    The buffers double when they are full, which compiles once more. After ``finish`` the caches
+    may be used and trimmed by others; the next call takes them over again.
     """
 
     def __init__(self, model: Model, cache: list[KVCache]) -> None:
         self._model, self._cache = model, cache
-        self._position = cache[0].offset
-        self._buffers = [buffer for layer in cache for buffer in layer.state]
-        self._room = 0
+        self._position = 0
+        self._buffers: list[mx.array] = []  # keys and values of each layer while in use here
         self._graph = mx.compile(self._forward)
 
     def __call__(self, token: mx.array) -> mx.array:
         """(1,) token -> (1, V) logits of the next."""
-        if self._position >= self._room:
-            self._grow()
+        if not self._buffers:
+            self._position = self._cache[0].offset
+            self._buffers = [buffer for layer in self._cache for buffer in layer.state]
+        self._make_room()
         logits, *self._buffers = self._graph(
             token, mx.array(self._position, dtype=mx.int32), *self._buffers
         )
@@ -156,9 +165,10 @@ class CompiledStep:
 
     def finish(self) -> None:
         """Hand the buffers back to the caches, so that they can be used on."""
-        for i, layer in enumerate(self._cache):
-            layer.state = (self._buffers[2 * i], self._buffers[2 * i + 1])
-            layer.offset = self._position
+        pairs = zip(self._buffers[::2], self._buffers[1::2], strict=True)
+        for layer, state in zip(self._cache, pairs, strict=False):  # no pairs: nothing in use
+            layer.state, layer.offset = state, self._position
+        self._buffers = []
 
     def _forward(self, token: mx.array, position: mx.array, *buffers: mx.array) -> list[mx.array]:
         caches = [
@@ -168,9 +178,12 @@ class CompiledStep:
         logits = self._model(token[None], caches)[:, -1]
         return [logits, *(buffer for c in caches for buffer in (c.keys, c.values))]
 
-    def _grow(self) -> None:
-        self._room = max(_FIRST_ROOM, 1 << self._position.bit_length())
-        self._buffers = [_resize(b, self._position, self._room) for b in self._buffers]
+    def _make_room(self) -> None:
+        """Few sizes, all powers of two: each size is one compilation."""
+        room, needed = self._buffers[0].shape[2], 1 << self._position.bit_length()
+        if room <= self._position or room < _FIRST_ROOM or room & (room - 1):
+            size = max(_FIRST_ROOM, needed)
+            self._buffers = [_resize(b, self._position, size) for b in self._buffers]
 
 
 def _resize(buffer: mx.array, used: int, room: int) -> mx.array:

@@ -8,13 +8,13 @@ import argparse
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from openelm_mlx.checkpoint import load, load_model
 from openelm_mlx.decoding import decode
 from openelm_mlx.generation_settings import (
     GenerateArgs,
@@ -22,11 +22,17 @@ from openelm_mlx.generation_settings import (
     make_generation_cache,
     token_budget,
 )
-from openelm_mlx.hub import local_or_download
 from openelm_mlx.model import Model
-from openelm_mlx.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # kept out of `openelm generate --help`, which has to be quick
+    from openelm_mlx.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+# Words, digits, signs and bytes: tokenizers that agree on it are taken to be one.
+_SAMPLE = (
+    "Once upon a time the 3 kings said: \u201cYes\u201d, 42 \U0001f600 laughed.\n\tThe end"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +62,13 @@ class Response:
 
 
 def generate(
-    model: Model, tokenizer: Tokenizer, prompt: str | Sequence[int], **settings: Any
+    model: Model, tokenizer: "Tokenizer | None", prompt: str | Sequence[int], **settings: Any
 ) -> str:
     """Continue a prompt and return the new text.
 
     Args:
         model: in eval mode, from :func:`openelm_mlx.load`.
-        tokenizer: of the model.
+        tokenizer: of the model, from the same call.
         prompt: text, or token ids; exactly one BOS is put in front either way.
         **settings: fields of :class:`GenerateArgs`, and those of :func:`stream_generate`.
 
@@ -77,14 +83,14 @@ def generate(
 
 def stream_generate(
     model: Model,
-    tokenizer: Tokenizer,
+    tokenizer: "Tokenizer | None",
     prompt: str | Sequence[int],
     *,
     draft_model: Model | None = None,
     cache: list[Any] | None = None,
     args: GenerateArgs | None = None,
     **settings: Any,
-) -> Iterator[Response]:
+) -> Generator[Response, None, None]:
     """Continue a prompt step by step.
 
     Args:
@@ -102,15 +108,12 @@ def stream_generate(
         One :class:`Response` a token and a closing one.
 
     Raises:
-        ValueError: for settings out of range, a prompt longer than the context, or a draft model
-            with another vocabulary.
+        ValueError: without a tokenizer, for settings out of range or that do not go together, a
+            prompt longer than the context, or a draft model with another vocabulary.
     """
     args = replace(args, **settings) if args is not None else GenerateArgs(**settings)
-    if tokenizer is None:
-        raise ValueError(
-            "the model has no tokenizer; load it with tokenizer=PATH (--tokenizer), the LLaMA "
-            "tokenizer of 32000 pieces for Apple's models"
-        )
+    tokenizer = required(tokenizer)
+    args.check_draft(draft_model is not None)
     continued = cache is not None and cache[0].offset > 0
     ids = list(prompt) if continued and not isinstance(prompt, str) else None
     ids = prompt_ids(tokenizer, prompt) if ids is None else ids
@@ -122,7 +125,21 @@ def stream_generate(
     return _stream_text(tokens, tokenizer, args, len(ids), budget, context_ends)
 
 
-def prompt_ids(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
+def required(tokenizer: "Tokenizer | None") -> "Tokenizer":
+    """The tokenizer, or a message that says how to get one.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if tokenizer is None:
+        raise ValueError(
+            "the model has no tokenizer; load it with tokenizer=PATH (--tokenizer), the LLaMA "
+            "tokenizer of 32000 pieces for Apple's models"
+        )
+    return tokenizer
+
+
+def prompt_ids(tokenizer: "Tokenizer", prompt: str | Sequence[int]) -> list[int]:
     """Token ids with exactly one BOS in front (two of them ruin the output, none ruins scores)."""
     return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.with_bos(prompt)
 
@@ -134,7 +151,7 @@ def _token_stream(
     budget: int,
     cache: list[Any],
     draft_model: Model | None,
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     if draft_model is None and not args.prompt_lookup:
         return decode(
             model,
@@ -161,13 +178,13 @@ def _token_stream(
 
 
 def _stream_text(
-    tokens: Iterator[int],
-    tokenizer: Tokenizer,
+    tokens: Generator[int, None, None],
+    tokenizer: "Tokenizer",
     args: GenerateArgs,
     prompt_tokens: int,
     budget: int,
     context_ends: bool,
-) -> Iterator[Response]:
+) -> Generator[Response, None, None]:
     """Turn ids into text, watch for the end, and measure."""
     from openelm_mlx.detokenizer import StopMatcher
 
@@ -189,19 +206,20 @@ def _stream_text(
             peak_memory_gb=mx.get_peak_memory() / 1e9,
         )
 
-    for token in tokens:
-        count += 1
-        if count == 1:
-            first = time.perf_counter()
-            prompt_tps = prompt_tokens / (first - start)
-        if token in tokenizer.eos_ids:
-            reason = "stop"
-            break
-        text, stopped = matcher.feed(detokenizer.add_token(token))
-        if stopped:
-            yield response(text, token, "stop")
-            return
-        yield response(text, token, None)
+    with closing(tokens):  # its end hands the cache back
+        for token in tokens:
+            count += 1
+            if count == 1:
+                first = time.perf_counter()
+                prompt_tps = prompt_tokens / (first - start)
+            if token in tokenizer.eos_ids:
+                reason = "stop"
+                break
+            text, stopped = matcher.feed(detokenizer.add_token(token))
+            if stopped:
+                yield response(text, token, "stop")
+                return
+            yield response(text, token, None)
     text, stopped = matcher.feed(detokenizer.finish())
     tail = text if stopped else text + matcher.flush()
     if reason is None:
@@ -236,13 +254,17 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run ``openelm generate``: text to standard output as it comes."""
     settings = GenerateArgs.from_namespace(args)
-    model, tokenizer = load(args.model, args.adapter_path, args.tokenizer, need_tokenizer=True)
+    settings.check_draft(args.draft_model is not None)
+    if args.num_draft_tokens is not None and args.draft_model is None:
+        raise ValueError("--num-draft-tokens needs --draft-model; --prompt-lookup N has its own N")
     if args.prompts is not None:
-        from openelm_mlx.batch import run_file
+        return _run_prompts(args, settings)
+    from openelm_mlx.checkpoint import load
 
-        return run_file(model, tokenizer, args.prompts, settings, batch_size=args.batch_size)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    draft = load_model(local_or_download(args.draft_model)) if args.draft_model else None
+    model, found = load(args.model, args.adapter_path, args.tokenizer, need_tokenizer=True)
+    tokenizer = required(found)
+    draft = None if args.draft_model is None else load_draft(args.draft_model, model, tokenizer)
     last: Response | None = None
     for last in stream_generate(model, tokenizer, prompt, draft_model=draft, args=settings):
         sys.stdout.write(last.text)
@@ -251,6 +273,45 @@ def run(args: argparse.Namespace) -> int:
     if last is not None:
         report(last, verbose=args.verbose)
     return 0
+
+
+def _run_prompts(args: argparse.Namespace, settings: GenerateArgs) -> int:
+    from openelm_mlx.batch import check_settings, read_requests, run_requests
+    from openelm_mlx.checkpoint import load
+
+    check_settings(settings, batch_size=args.batch_size, draft=args.draft_model is not None)
+    requests = read_requests(args.prompts)
+    model, found = load(args.model, args.adapter_path, args.tokenizer, need_tokenizer=True)
+    return run_requests(model, required(found), requests, settings, batch_size=args.batch_size)
+
+
+def load_draft(path_or_repo: str, model: Model, tokenizer: "Tokenizer") -> Model:
+    """Load a draft model and check that its ids mean what the model's do.
+
+    Args:
+        path_or_repo: folder or Hub id of the draft model.
+        model: that it is to draft for.
+        tokenizer: of ``model``.
+
+    Raises:
+        ValueError: if the vocabularies differ in size, or the two tokenizers in their ids.
+    """
+    from openelm_mlx.checkpoint import load_args, load_model
+    from openelm_mlx.hub import local_or_download
+    from openelm_mlx.speculative import check_vocabulary
+    from openelm_mlx.tokenizer import Tokenizer
+    from openelm_mlx.tokenizer_files import has_tokenizer
+
+    folder = local_or_download(path_or_repo)
+    check_vocabulary(model.args.vocab_size, load_args(folder).vocab_size)
+    if has_tokenizer(folder):
+        other = Tokenizer.from_path(folder)
+        if other.encode(_SAMPLE) != tokenizer.encode(_SAMPLE):
+            raise ValueError(
+                f"the draft model's tokenizer {other.source} gives other ids than "
+                f"{tokenizer.source}; a draft model needs the same tokenizer"
+            )
+    return load_model(folder)
 
 
 def report(last: Response, *, verbose: bool) -> None:

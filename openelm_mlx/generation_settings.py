@@ -63,6 +63,22 @@ class GenerateArgs:
         if problems:
             raise ValueError("generate: " + "; ".join(problems))
 
+    def check_draft(self, draft: bool) -> None:
+        """Refuse settings that a draft model cannot go with.
+
+        Args:
+            draft: whether there is one.
+
+        Raises:
+            ValueError: naming them.
+        """
+        if draft and self.prompt_lookup:
+            raise ValueError("generate: a draft model and prompt_lookup exclude each other")
+        if draft and self.max_kv_size is not None:
+            raise ValueError(
+                "generate: a draft model needs a cache that can go back: leave out max_kv_size"
+            )
+
     def sampler(self) -> Sampler:
         """A fresh sampler with these settings; equal seeds give equal draws."""
         return make_sampler(

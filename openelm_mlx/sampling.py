@@ -5,6 +5,8 @@ penalty means what Hugging Face's means. Nothing here waits for the device.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -45,21 +47,31 @@ def make_sampler(
     check_sampling(temp=temp, top_p=top_p, top_k=top_k, min_p=min_p)
     if temp == 0:
         return greedy
-    key = mx.random.key(seed) if seed is not None else mx.random.split(mx.random.key(_draw()))[0]
+    key = mx.random.key(_draw() if seed is None else seed)
+    return RandomSampler(temp=temp, top_p=top_p, top_k=top_k, min_p=min_p, key=key)
 
-    def sample(logits: mx.array) -> mx.array:
-        nonlocal key
-        key, now = mx.random.split(key)
+
+@dataclass
+class RandomSampler:
+    """Draws from the filtered distribution; a copy draws what the original would draw next."""
+
+    temp: float
+    top_p: float
+    top_k: int
+    min_p: float
+    key: mx.array
+
+    def __call__(self, logits: mx.array) -> mx.array:
+        """(..., V) logits -> (...) token ids; advances the key."""
+        self.key, now = mx.random.split(self.key)
         logits = logits.astype(mx.float32)
-        if 0 < top_k < logits.shape[-1]:
-            logits = keep_top_k(logits, top_k)
-        if top_p < 1:
-            logits = keep_top_p(logits, top_p)
-        if min_p > 0:
-            logits = keep_min_p(logits, min_p)
-        return mx.random.categorical(logits / temp, key=now)
-
-    return sample
+        if 0 < self.top_k < logits.shape[-1]:
+            logits = keep_top_k(logits, self.top_k)
+        if self.top_p < 1:
+            logits = keep_top_p(logits, self.top_p)
+        if self.min_p > 0:
+            logits = keep_min_p(logits, self.min_p)
+        return mx.random.categorical(logits / self.temp, key=now)
 
 
 def keep_top_k(logits: mx.array, k: int) -> mx.array:
@@ -138,4 +150,5 @@ def apply_all(processors: Sequence[Processor], tokens: mx.array, logits: mx.arra
 
 
 def _draw() -> int:
-    return int(mx.random.randint(0, 2**31 - 1, shape=()).item())
+    drawn: Any = mx.random.randint(0, 2**31 - 1, shape=()).item()
+    return int(drawn)

@@ -33,8 +33,8 @@ LAYERS = {
         convert.average
         convert.corenet convert.corenet_checkpoint convert.corenet_config convert.corenet_lora
         convert.corenet_reader convert.corenet_rows convert.corenet_writer
-        convert.huggingface convert.huggingface_config convert.peft convert.quantize
-        convert.quantize_check convert.quantize_plan convert.source
+        convert.huggingface convert.huggingface_config convert.peft
+        convert.quantize convert.quantize_check convert.quantize_plan convert.source
         convert.coreml convert.coreml_graph convert.coreml_weights convert.coreml_verify
         convert.coreai convert.coreai_api convert.coreai_verify""",
     "5": "batch chat dpo evaluate finetune generate generation_settings info pretrain",
