@@ -90,5 +90,8 @@ def complete_dir(
     )
     mx.random.seed(2)
     folder = tmp_path_factory.mktemp("models") / "complete"
-    save_model(Model(args), folder, tokenizer=tiny_tokenizer.tokenizer)
+    model = Model(args)
+    table = model.transformer.token_embeddings
+    table.weight[:259] *= 0.1  # seldom the likeliest: special and byte pieces read as noise
+    save_model(model, folder, tokenizer=tiny_tokenizer.tokenizer)
     return folder
