@@ -1,11 +1,12 @@
 """A folder on this machine or a repository on the Hugging Face Hub -> a local folder.
 
-The only module that talks to the Hub; ``huggingface_hub`` resumes downloads, keeps its cache and
-reads HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE.
+The only module that talks to the Hub; ``huggingface_hub`` goes on after a dropped connection, keeps
+finished files in its cache, and reads HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE.
 """
 
 import logging
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -74,6 +75,7 @@ def download(repo: str, *, revision: str | None, patterns: Sequence[str]) -> Pat
     """Download the matching files of a repository; see :func:`local_or_download`."""
     from huggingface_hub import errors, snapshot_download
 
+    _quieten()
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
     except errors.GatedRepoError as error:
@@ -100,7 +102,7 @@ def snapshot_revision(folder: Path) -> str | None:
 
 def _not_downloaded(repo: str, error: Exception) -> OSError:
     """The error for everything that is not the Hub's plain no."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
+    status = _status(error)
     if status in (401, 403):
         return PermissionError(
             f"{repo} may not be read (HTTP {status}): {_first_line(error)}; check HF_TOKEN or "
@@ -110,6 +112,25 @@ def _not_downloaded(repo: str, error: Exception) -> OSError:
         f"{repo} is not a folder here, not complete in the local cache, and cannot be downloaded: "
         f"{_first_line(error)}; check the network, HF_ENDPOINT and HF_HUB_OFFLINE"
     )
+
+
+def _status(error: BaseException | None) -> int | None:
+    """The HTTP status behind an error, None where no answer came."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if response is not None:
+            return int(response.status_code)
+        error = error.__cause__
+    return None
+
+
+def _quieten() -> None:
+    """Show progress only on a terminal, unless HF_HUB_DISABLE_PROGRESS_BARS says otherwise."""
+    from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+
+    if HF_HUB_DISABLE_PROGRESS_BARS is None and not sys.stderr.isatty():
+        disable_progress_bars()
 
 
 def _first_line(error: BaseException) -> str:

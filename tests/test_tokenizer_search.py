@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import tiny_tokenizer as tiny
-from fake_hub import FakeHub, serve
+from fake_hub import FakeHub, serve, use_cache, use_endpoint
 
 from openelm_mlx.tokenizer import APPLE_INSTRUCT_TEMPLATE, Tokenizer, load_tokenizer
 
@@ -30,20 +30,14 @@ Start = Callable[..., FakeHub]
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Start]:
     """``start(repos)`` puts a stand-in for the Hub in the place of the real one."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-    monkeypatch.delenv("HF_TOKEN", raising=False)
+    use_cache(monkeypatch, tmp_path)
     running = []
 
     def run(repos: Mapping[str, Mapping[str, bytes]], **settings: frozenset[str]) -> FakeHub:
         server = serve(FakeHub(repos, **settings))  # type: ignore[arg-type]
         running.append(server)
         hub = server.__enter__()
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        url = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
+        use_endpoint(monkeypatch, hub.url)
         return hub
 
     yield run
