@@ -7,13 +7,15 @@ has in the first of them: apple/corenet@1aa3acd ``checkpoint_utils.average_ckpts
 import argparse
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
+from tqdm import tqdm
 
+from convert.licence import copy_licence
 from convert.names import ROWS_FILE
 from openelm_mlx.atomic import (
     atomic_file,
@@ -29,6 +31,7 @@ from openelm_mlx.weight_files import (
     load_tensor,
     open_tensor_file,
     open_weights,
+    read_json,
     write_tensor_file,
 )
 
@@ -97,12 +100,14 @@ def _average_files(paths: Sequence[Path], output: Path, *, overwrite: bool) -> N
 
 def _average_folders(paths: Sequence[Path], output: Path, *, overwrite: bool) -> None:
     from openelm_mlx.checkpoint import with_dtype, write_companions
+    from openelm_mlx.tokenizer_files import has_tokenizer
     from openelm_mlx.tokenizer_search import load_tokenizer
 
     refuse_existing_folder(output, overwrite=overwrite)
     args = _common_args(paths)
-    tokenizer = load_tokenizer(
-        None, model_path=paths[0], vocab_size=args.vocab_size, required=False
+    own = has_tokenizer(paths[0])
+    tokenizer = (
+        load_tokenizer(None, model_path=paths[0], vocab_size=args.vocab_size) if own else None
     )
     with ExitStack() as stack:
         sources = [
@@ -121,8 +126,9 @@ def _average_folders(paths: Sequence[Path], output: Path, *, overwrite: bool) ->
                 args,
                 tokenizer=tokenizer,
                 instruct=tokenizer is not None and tokenizer.chat_template is not None,
-                provenance={"average_of": [path.name for path in paths]},
+                provenance=_provenance(paths),
             )
+            copy_licence(paths[0], temporary)
 
 
 def _average_rows(paths: Sequence[Path], output: Path) -> None:
@@ -134,6 +140,14 @@ def _average_rows(paths: Sequence[Path], output: Path) -> None:
         sources = [_Source(f, stack.enter_context(open_tensor_file(f))) for f in files]
         _check_shapes(sources)
         write_tensor_file(output / ROWS_FILE, dict(_means(sources)))
+
+
+def _provenance(paths: Sequence[Path]) -> dict[str, object]:
+    """The folders' names, and the first's licence where it is recorded."""
+    file = paths[0] / "openelm.json"
+    licence = read_json(file).get("licence") if file.is_file() else None
+    entries: dict[str, object] = {"average_of": [path.resolve().name for path in paths]}
+    return entries if licence is None else entries | {"licence": licence}
 
 
 def _common_args(paths: Sequence[Path]) -> ModelArgs:
@@ -174,8 +188,8 @@ def _check_shapes(sources: Sequence[_Source]) -> None:
 
 def _means(sources: Sequence[_Source]) -> Iterator[tuple[str, mx.array]]:
     """Name and mean of one tensor after another; each is forgotten by its source."""
-    names: Mapping[str, None] = dict.fromkeys(n for source in sources for n in source.tensors)
-    for name in names:
+    names = dict.fromkeys(name for source in sources for name in source.tensors)
+    for name in tqdm(names, desc="tensors", disable=None, leave=False):
         stored = [source.tensors.pop(name) for source in sources if name in source.tensors]
         yield name, _mean(stored)
 

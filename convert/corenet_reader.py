@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
+from tqdm import tqdm
 
 from convert.corenet_checkpoint import (
+    PADDED,
     Checkpoint,
     check_types,
     divide,
@@ -71,17 +73,18 @@ def _convert_model(
     args = fitting_args(checkpoint, found, settings.vocab_size)
     dtype = parse_dtype(settings.dtype)
     check_types(checkpoint, dtype)
-    tokenizer = (
-        load_tokenizer(settings.tokenizer, vocab_size=args.vocab_size)
-        if settings.tokenizer is not None
-        else None
-    )
+    tokenizer = None
+    if settings.tokenizer is not None:
+        tokenizer = load_tokenizer(settings.tokenizer, vocab_size=args.vocab_size)
+        tokenizer.chat_template = None  # it would be another model's
     named_instruct = is_instruct(output.name) or is_instruct(checkpoint.path.name)
     scaling = Scaling(alpha=settings.lora_alpha, use_rslora=settings.rslora, rules=found.rules)
+    adapters = _adapters_within(checkpoint, args, scaling) if checkpoint.adapters else None
     with atomic_folder(output, overwrite=overwrite) as temporary:
         args = _write_weights(checkpoint, temporary, args, dtype)
-        if checkpoint.adapters:
-            _write_adapters(checkpoint, temporary, args, scaling)
+        if adapters is not None:
+            (temporary / "adapters").mkdir()
+            write_adapter_files(temporary / "adapters", *adapters)
         write_companions(
             temporary,
             args,
@@ -97,7 +100,8 @@ def _write_weights(
     """Write one tensor after another; return ``args`` with the type they are stored in."""
     writer, report = ShardWriter(folder), CastReport()
     rest: dict[str, mx.array] = {}
-    for name, tensor in checkpoint.weights.items():
+    for name in tqdm(checkpoint.weights, desc="tensors", disable=None, leave=False):
+        tensor = checkpoint.weights[name]
         array = cast(name, tensor.load(), dtype, report)
         if name in TABLES:
             array, beyond = split_rows(array, args.vocab_size)
@@ -119,17 +123,19 @@ def _write_weights(
 def _say_split(checkpoint: Checkpoint, vocab_size: int) -> None:
     rows = table_rows(checkpoint.shapes)
     logger.warning(
-        "%s has %d vocabulary rows: the first %d go into the folder, the other %d (padding and "
-        "spare) are kept in its %s, from which to-corenet puts them back; --vocab-size %d leaves "
-        "all in the model",
-        *(checkpoint.path, rows, vocab_size, rows - vocab_size, ROWS_FILE, rows),
+        "%s has %d vocabulary rows: the first %d go into the folder, the other %d%s are kept in "
+        "its %s, from which to-corenet puts them back; --vocab-size %d leaves all in the model",
+        *(checkpoint.path, rows, vocab_size, rows - vocab_size),
+        " (padding and spare)" if (rows, vocab_size) == PADDED else "",
+        *(ROWS_FILE, rows),
     )
 
 
-def _write_adapters(
-    checkpoint: Checkpoint, folder: Path, args: ModelArgs, scaling: Scaling
-) -> None:
-    tensors, settings = convert_adapters(
+def _adapters_within(
+    checkpoint: Checkpoint, args: ModelArgs, scaling: Scaling
+) -> tuple[dict[str, mx.array], AdapterArgs]:
+    """An adapter folder's content, of a file that has the base weights too."""
+    return convert_adapters(
         checkpoint.adapters,
         checkpoint.shapes,
         scaling=scaling,
@@ -137,8 +143,6 @@ def _write_adapters(
         vocab_size=args.vocab_size,
         source=str(checkpoint.path),
     )
-    (folder / "adapters").mkdir()
-    write_adapter_files(folder / "adapters", tensors, settings)
 
 
 def _adapters_alone(

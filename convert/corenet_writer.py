@@ -1,5 +1,6 @@
 """Model folder -> CoreNet's model-only ``.pt``; the work behind ``corenet.to_corenet``."""
 
+import logging
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from openelm_mlx.atomic import atomic_file, refuse_existing_file
 from openelm_mlx.checkpoint import load_args, load_model
 from openelm_mlx.fitting import quantization_of
 
+logger = logging.getLogger(__name__)
+
 
 def write_checkpoint(
     folder: Path, output: Path, *, vocab_size: int | None, overwrite: bool
@@ -25,6 +28,8 @@ def write_checkpoint(
         raise ValueError(
             f"{folder} is quantised, which CoreNet cannot read; give the folder it was made from"
         )
+    if (folder / "adapters").is_dir():
+        logger.warning("%s: its adapters are not written; `openelm fuse` adds them first", folder)
     parameters: Any = tree_flatten(load_model(folder, lazy=True).parameters())
     weights: dict[str, mx.array] = dict(parameters)
     del parameters  # else the tables without their rows would stay in memory beside those with

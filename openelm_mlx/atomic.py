@@ -37,8 +37,9 @@ def atomic_file(target: str | Path, *, overwrite: bool = True) -> Iterator[Path]
         os.chmod(temporary, 0o666 & ~_umask())
         _fsync(temporary)
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        _name_target(error, target)
         raise
 
 
@@ -64,8 +65,9 @@ def atomic_folder(target: str | Path, *, overwrite: bool = False) -> Iterator[Pa
             if file.is_file():
                 _fsync(file)
         _swap(temporary, target)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        _name_target(error, target)
         raise
 
 
@@ -121,6 +123,12 @@ def _swap(temporary: Path, target: Path) -> None:
         raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _name_target(error: BaseException, target: Path) -> None:
+    """Let "No space left on device" and the like say of which file."""
+    if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+        error.filename = str(target)
 
 
 def _fsync(path: Path) -> None:

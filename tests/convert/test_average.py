@@ -144,6 +144,14 @@ def test_an_instruct_folders_template_stays(tmp_path: Path, tiny_tokenizer: Tiny
     assert tokenizer.chat_template is not None
 
 
+def test_the_firsts_licence_goes_along(tmp_path: Path) -> None:
+    folder = small_folder(tmp_path / "m", None, provenance={"licence": "apple-amlr"})
+    (folder / "LICENSE").write_text("terms")
+    out = average([folder], tmp_path / "out")
+    assert (out / "LICENSE").read_text() == "terms"
+    assert read_json(out / "openelm.json")["licence"] == "apple-amlr"
+
+
 def test_sharded_folders_are_averaged_like_whole_ones(tmp_path: Path) -> None:
     folders = two_folders(tmp_path)
     whole = read_weights(average(folders, tmp_path / "whole"))

@@ -15,7 +15,7 @@ import yaml
 from corenet_files import corenet_state, write_config, write_state
 from folder_makers import assert_same_weights
 
-from convert.corenet import from_corenet
+from convert.corenet import from_corenet, to_corenet
 from convert.pt_file import read, write
 from openelm_mlx import cli
 from openelm_mlx.adapter_files import read_adapter_folder
@@ -372,6 +372,18 @@ def test_a_damaged_rule_is_named(rule: dict[str, Any], tmp_path: Path) -> None:
     config = lora_yaml(tmp_path / "c.yaml", [{**entry(".*"), **rule}])
     message = refusal(file, tmp_path / "out", config=config)
     assert "c.yaml: model.lora.config: " in message
+
+
+def test_adapters_are_not_lost_in_silence_on_the_way_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write_state(tmp_path / "m.pt", whole_state("lora_linear"))
+    folder = from_corenet(
+        file, tmp_path / "out", config=lora_config(tmp_path / "c.json"), lora_alpha=10
+    )
+    back = read(to_corenet(folder, tmp_path / "back.pt"))
+    assert_same_weights(back, golden_lora.read_pt("base.pt"))
+    assert "its adapters are not written" in caplog.text
 
 
 def test_the_command_names_both_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
