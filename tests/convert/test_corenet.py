@@ -461,7 +461,8 @@ def test_a_quantised_270m_of_corenets_mlx_example_is_read(tmp_path: Path) -> Non
     model = load_model(tmp_path, lazy=True)
     assert isinstance(model.layers[3].attn.qkv_proj, nn.QuantizedLinear)
     assert isinstance(model.transformer.token_embeddings, nn.Embedding)
-    hidden = model.transformer(mx.array([[5]]))  # layers of zeros add nothing to a row of ones
-    np.testing.assert_allclose(np.array(hidden), np.ones((1, 1, 1280)), rtol=1e-3)
+    ones = mx.ones((1, 1, 1280), dtype=mx.float16)
+    hidden = model.layers[3](ones)  # 16-bit arithmetic is slow on a CPU: one layer, not all
+    np.testing.assert_array_equal(np.array(hidden), np.array(ones))  # zeros add nothing
     with pytest.raises(ValueError, match="is quantised"):
         to_corenet(tmp_path, tmp_path / "out.pt")
