@@ -38,7 +38,7 @@ LAYERS = {
         convert.coreml convert.coreml_graph convert.coreml_weights convert.coreml_verify
         convert.coreai convert.coreai_api convert.coreai_verify""",
     "5": "batch chat dpo evaluate finetune generate generation_settings info pretrain",
-    "6": "bench bench_cases demo",
+    "6": "bench bench_cases check_release demo",
     "7": "cli convert.cli",
 }
 # One thing split for reading: its parts may import each other though in one layer (patterns).
