@@ -14,7 +14,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from tqdm import tqdm
 
 from convert.dtypes import DTYPES, CastReport, cast, dtype_name, parse_dtype, warn_float16
 from convert.huggingface_config import CODE, apples_args, auto_map
@@ -142,6 +141,8 @@ def _write(
     tensors: dict[str, StoredTensor], writer: ShardWriter, dtype: mx.Dtype | None, args: ModelArgs
 ) -> None:
     """Cast and write one tensor after another, emptying the dictionary."""
+    from tqdm import tqdm
+
     report = CastReport()
     for name in tqdm(sorted(tensors), desc="tensors", disable=None, leave=False):
         array = load_tensor(tensors.pop(name))

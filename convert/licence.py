@@ -4,8 +4,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 _FILES = ("LICENSE*", "LICENCE*", "NOTICE*")
 _PHRASES = {  # how the texts name themselves
     "Apple Machine Learning Research Model": "apple-amlr",
@@ -49,6 +47,8 @@ def copy_licence(source: Path, target: Path) -> list[str]:
 
 def _front_matter(card: Path) -> dict[str, Any]:
     """The YAML between the first two ``---`` lines of a model card, empty if there is none."""
+    import yaml
+
     if not card.is_file():
         return {}
     first, *parts = _head(card).split("---\n")

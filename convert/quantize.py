@@ -36,7 +36,7 @@ from openelm_mlx.weight_files import write_weights
 logger = logging.getLogger(__name__)
 
 _SMALL_MODEL = 500_000_000  # parameters below which 4 bits cost much
-_SHOWN = 12
+_SHOWN = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,9 +225,9 @@ def describe(report: Report) -> str:
     ]
     if report.smaller_groups:
         groups = [f"{path} ({group})" for path, group in report.smaller_groups.items()]
-        lines.append(f"in smaller groups, which divide their width: {_some(groups)}")
+        lines.append(f"{len(groups)} in smaller groups, which divide their width: {_some(groups)}")
     if report.left:
-        lines.append(f"not quantised: {_some(report.left)}")
+        lines.append(f"{len(report.left)} not quantised: {_some(report.left)}")
     lines.append(
         f"logits on {quality.text}: mean error {quality.mean_logit_error:.4f}, largest "
         f"{quality.max_logit_error:.4f}, same first choice {quality.same_first_choice:.1%}"

@@ -114,7 +114,9 @@ def test_a_narrow_layer_takes_a_smaller_group_and_says_so(
     model = small_model(**WIDE)
     source = small_folder(tmp_path / "in", None, model)
     assert main(["convert", "quantize", str(source), "--output", str(tmp_path / "out")]) == 0
-    assert f"in smaller groups, which divide their width: {NARROW} (32)" in capsys.readouterr().out
+    assert (
+        f"1 in smaller groups, which divide their width: {NARROW} (32)" in capsys.readouterr().out
+    )
     entry = read_json(tmp_path / "out" / "config.json")["quantization"]
     assert entry[NARROW] == {"group_size": 32, "bits": 4, "mode": "affine"}
     loaded = load_model(tmp_path / "out")
@@ -141,7 +143,7 @@ def test_a_layer_that_fits_no_group_stays_and_is_listed(
     names = [f"{path}.weight" for path in left]
     assert_same_weights({n: written[n] for n in names}, {n: original[n] for n in names})
     main(["convert", "quantize", str(source), "--output", str(tmp_path / "cli")])
-    assert f"not quantised: {', '.join(left)}\n" in capsys.readouterr().out
+    assert f"2 not quantised: {', '.join(left)}\n" in capsys.readouterr().out
 
 
 # The embedding and the head
