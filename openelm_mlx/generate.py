@@ -20,6 +20,7 @@ from openelm_mlx.generation_settings import (
     GenerateArgs,
     add_sampling_arguments,
     make_generation_cache,
+    prompt_ids,
     token_budget,
 )
 from openelm_mlx.model import Model
@@ -137,11 +138,6 @@ def required(tokenizer: "Tokenizer | None") -> "Tokenizer":
             "tokenizer of 32000 pieces for Apple's models"
         )
     return tokenizer
-
-
-def prompt_ids(tokenizer: "Tokenizer", prompt: str | Sequence[int]) -> list[int]:
-    """Token ids with exactly one BOS in front (two of them ruin the output, none ruins scores)."""
-    return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.with_bos(prompt)
 
 
 def _token_stream(
@@ -276,7 +272,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_prompts(args: argparse.Namespace, settings: GenerateArgs) -> int:
-    from openelm_mlx.batch import check_settings, read_requests, run_requests
+    from openelm_mlx.batch import check_settings
+    from openelm_mlx.batch_file import read_requests, run_requests
     from openelm_mlx.checkpoint import load
 
     check_settings(settings, batch_size=args.batch_size, draft=args.draft_model is not None)

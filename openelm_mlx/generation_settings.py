@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from openelm_mlx.cache import make_cache
 from openelm_mlx.decoding import PREFILL_STEP
@@ -15,6 +15,9 @@ from openelm_mlx.sampling import (
     make_sampler,
     repetition_penalty,
 )
+
+if TYPE_CHECKING:
+    from openelm_mlx.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +133,11 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, temp: float = 0.0
     add("--kv-bits", type=int, metavar="B", help="quantise the cache to B bits (8 or 4)")
     add("--kv-group-size", type=int, metavar="N", help="values a group in it (default 64)")
     add("--prefill-step", type=int, metavar="N", help="prompt tokens a forward pass (default 512)")
+
+
+def prompt_ids(tokenizer: "Tokenizer", prompt: str | Sequence[int]) -> list[int]:
+    """Token ids with exactly one BOS in front: two of them ruin the output, none ruins scores."""
+    return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.with_bos(prompt)
 
 
 def make_generation_cache(model: Model, args: GenerateArgs) -> list[Any]:

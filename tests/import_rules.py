@@ -37,7 +37,8 @@ LAYERS = {
         convert.quantize convert.quantize_check convert.quantize_plan convert.source
         convert.coreml convert.coreml_graph convert.coreml_weights convert.coreml_verify
         convert.coreai convert.coreai_api convert.coreai_verify""",
-    "5": "batch chat dpo evaluate finetune generate generation_settings info pretrain",
+    "5": """batch batch_file chat dpo evaluate finetune generate generation_settings info pretrain
+        serve server""",
     "6": "bench bench_cases check_release demo",
     "7": "cli convert.cli",
 }
@@ -48,7 +49,7 @@ FAMILIES = (
     "adapter_* lora",
     "data packing",
     "decoding proposals speculative",
-    "batch chat generate generation_settings",
+    "batch* chat generate generation_settings serve server",
     "bench bench_cases",
     "cli convert.cli",
     "convert.pt_*",
