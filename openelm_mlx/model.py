@@ -198,10 +198,22 @@ class OpenELMModel(nn.Module):
         self.layers = [TransformerBlock(args, i) for i in range(args.num_transformer_layers)]
         self.norm = nn.RMSNorm(args.model_dim, eps=args.rms_norm_eps)
 
-    def __call__(self, inputs: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
-        """(B, L) token ids -> (B, L, D) normalised hidden states."""
+    def __call__(
+        self,
+        inputs: mx.array,
+        cache: Sequence[Any] | None = None,
+        mask: Mask = None,
+    ) -> mx.array:
+        """(B, L) token ids -> (B, L, D) normalised hidden states.
+
+        Args:
+            inputs: (B, L) integer token ids.
+            cache: one cache a layer, updated in place.
+            mask: (B, 1, L, S) bool, True where a token may look; None is causal.
+        """
         h = self.token_embeddings(inputs)
-        mask = attention_mask(inputs.shape[1], None if cache is None else cache[0])
+        if mask is None:
+            mask = attention_mask(inputs.shape[1], None if cache is None else cache[0])
         for i, layer in enumerate(self.layers):
             h = layer(h, mask, None if cache is None else cache[i])
         return self.norm(h)

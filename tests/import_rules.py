@@ -26,7 +26,7 @@ LAYERS = {
         convert.pt_globals convert.pt_numpy convert.pt_tensor convert.pt_unpickler
         convert.pt_writer
         convert.mil_package convert.mil_ops convert.mil_eval""",
-    "1": "compatibility data memory model packing weight_files",
+    "1": "batches compatibility data memory model packing weight_files",
     "2": "adapter_args adapter_embeddings adapter_files adapter_fuse adapter_layers fitting lora",
     "3": "checkpoint",
     "4": """decoding proposals speculative trainer
