@@ -57,9 +57,13 @@ _ACTIVATIONS = {"swish": _swish, "gelu": _gelu, "relu": _relu}
 
 def _project_and_add(residual: mx.array, x: mx.array, linear: nn.Module) -> mx.array:
     """``residual + linear(x)``, in one kernel where the layer is a plain matrix."""
-    if type(linear) is nn.Linear:
+    if type(linear) is not nn.Linear:
+        return residual + linear(x)
+    if x.shape[0] == 1:
         return mx.addmm(residual, x, linear.weight.T)
-    return residual + linear(x)
+    # addmm would read the matrix once for each sequence of a batch
+    rows = mx.addmm(residual.flatten(0, 1), x.flatten(0, 1), linear.weight.T)
+    return rows.reshape(residual.shape)
 
 
 @dataclass(slots=True, eq=False)
@@ -182,10 +186,18 @@ class TransformerBlock(nn.Module):
         self.ffn = MLP(args, layer_index)
         self.ffn_norm = nn.RMSNorm(args.model_dim, eps=args.rms_norm_eps)
         self.attn_norm = nn.RMSNorm(args.model_dim, eps=args.rms_norm_eps)
+        self.grad_checkpoint = "none"  # or "attention", "layer": recomputed going backward
 
     def __call__(self, x: mx.array, mask: Mask = None, cache: Cache | None = None) -> mx.array:
         """(B, L, D) -> (B, L, D)."""
-        h = self.attn(self.attn_norm(x), mask, cache, residual=x)
+        if self.grad_checkpoint == "layer":
+            return nn.utils.checkpoint(self, self._forward)(x, mask, cache)
+        return self._forward(x, mask, cache)
+
+    def _forward(self, x: mx.array, mask: Mask, cache: Cache | None) -> mx.array:
+        recompute = self.grad_checkpoint == "attention"
+        attn = nn.utils.checkpoint(self.attn) if recompute else self.attn
+        h = attn(self.attn_norm(x), mask, cache, residual=x)
         return self.ffn(self.ffn_norm(h), residual=h)
 
 
