@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapters.safetensors"
-_PEFT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+WEIGHTS_FILES = (WEIGHTS, "adapters.npz")
+PEFT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _OBJECT, _INTEGER, _NUMBER = (Mapping, "an object"), (int, "an integer"), (int | float, "a number")
 _TYPES = {
     "num_layers": _INTEGER,
@@ -68,7 +69,7 @@ def read_adapter_folder(folder: str | Path, *, scale: float | None = None) -> Ad
     """
     folder = Path(folder)
     _check_is_adapter_folder(folder)
-    tensors = dict(sorted(read_tensor_file(_weights_file(folder)).items()))
+    tensors = dict(sorted(read_tensor_file(weights_file(folder)).items()))
     _check_floating(tensors, folder)
     config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     _check_types(config, folder / CONFIG)
@@ -137,7 +138,7 @@ def _check_is_adapter_folder(folder: Path) -> None:
         raise ValueError(f"{folder} is a file; give the folder that holds {WEIGHTS}")
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} does not exist; give a folder that holds {WEIGHTS}")
-    peft = next((name for name in _PEFT_FILES if (folder / name).is_file()), None)
+    peft = next((name for name in PEFT_FILES if (folder / name).is_file()), None)
     if peft:
         raise ValueError(
             f"{folder} is a PEFT adapter ({peft}); convert it first with "
@@ -145,8 +146,13 @@ def _check_is_adapter_folder(folder: Path) -> None:
         )
 
 
-def _weights_file(folder: Path) -> Path:
-    for name in (WEIGHTS, "adapters.npz"):
+def weights_file(folder: Path) -> Path:
+    """The file of an adapter folder that holds its tensors.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    for name in WEIGHTS_FILES:
         if (folder / name).is_file():
             return folder / name
     found = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"

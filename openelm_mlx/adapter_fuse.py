@@ -50,7 +50,7 @@ def fuse_model(model: Model, *, dequantize: bool = False) -> dict[str, float]:
     dtype = model.transformer.norm.weight.dtype
     lost = {path: _fuse(model, path, adapters[path], dtype, dequantize) for path in adapters}
     if dequantize:
-        _dequantize(model, dtype)
+        dequantize_model(model, dtype)
     model.unfreeze()
     shares: Any = mx.stack(list(lost.values())).tolist()
     broken = [path for path, share in zip(lost, shares, strict=True) if not share < float("inf")]
@@ -116,7 +116,7 @@ def _untie(model: Model) -> None:
     )
 
 
-def _dequantize(model: Model, dtype: mx.Dtype) -> None:
+def dequantize_model(model: Model, dtype: mx.Dtype) -> None:
     for path in module_paths(model):
         layer = get_module(model, path)
         if is_quantized(layer):

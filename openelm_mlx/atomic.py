@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_MARKERS = ("config.json", "openelm.json", "adapter_config.json", "metrics.jsonl", "metadata.json")
+_MARKERS = (
+    *("config.json", "openelm.json", "adapter_config.json", "metrics.jsonl", "metadata.json"),
+    "state.json",
+)
 
 
 @contextmanager

@@ -18,8 +18,9 @@ PACKAGES = ("openelm_mlx", "convert")
 # A module may import modules of the rows above its own. Names without a dot are openelm_mlx's.
 LAYERS = {
     "foundation": "atomic blas",
-    "0": """cache chat_template config config_check detokenizer doctor graph_count hub losses
-        mismatch optim plots recipe sampling scaling sentencepiece_json text_files
+    "0": """cache chat_template config config_check detokenizer distributed doctor graph_count hub
+        interrupts losses training_args
+        mismatch optim plots recipe recipe_flags recipe_values sampling scaling sentencepiece_json text_files
         tokenizer tokenizer_backends tokenizer_codec tokenizer_files tokenizer_search
         convert.dtypes convert.licence convert.names
         convert.pt_archive convert.pt_containers convert.pt_dtypes convert.pt_file
@@ -28,8 +29,8 @@ LAYERS = {
         convert.mil_package convert.mil_ops convert.mil_eval""",
     "1": "batches compatibility data memory model packing weight_files",
     "2": "adapter_args adapter_embeddings adapter_files adapter_fuse adapter_layers fitting lora",
-    "3": "checkpoint",
-    "4": """decoding proposals speculative trainer
+    "3": "checkpoint objectives training_state",
+    "4": """decoding proposals speculative metrics replay trainer training_step validation
         convert.average
         convert.corenet convert.corenet_checkpoint convert.corenet_config convert.corenet_lora
         convert.corenet_reader convert.corenet_rows convert.corenet_writer
@@ -47,8 +48,10 @@ FAMILIES = (
     "tokenizer* sentencepiece_json detokenizer chat_template hub",
     "config config_check scaling",
     "adapter_* lora",
+    "recipe*",
     "data packing",
     "decoding proposals speculative",
+    "metrics replay trainer training_step validation",
     "batch* chat generate generation_settings serve server",
     "bench bench_cases",
     "cli convert.cli",
@@ -76,6 +79,7 @@ MLX_ALONE = "cache losses model optim sampling"  # no other third party
 # Exceptions, by pattern; `!` where a module-level import is allowed.
 ALSO = {
     "model": "mlx_lm",  # its attention, where a cache is quantised
+    "server": "mlx_lm!",  # itself imported only when a server is asked for
     "convert.quantize": "mlx_lm",  # wraps its quantize_model
     "convert.pt_*": "numpy!",
     "convert.mil_*": "numpy! coremltools",

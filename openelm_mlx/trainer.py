@@ -1,0 +1,257 @@
+"""The one training loop: pretraining, tuning and DPO differ in model, batches and loss alone.
+
+It never tokenizes and knows no format but its own states. Steps, validation, states, metrics and
+endings are each one method of ``_Run``.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers as mlx_optim
+
+from openelm_mlx.batches import Batch, Batches
+from openelm_mlx.distributed import Watchdog, any_rank, world
+from openelm_mlx.interrupts import NotedSignals
+from openelm_mlx.metrics import MetricsLog, Progress
+from openelm_mlx.model import Model
+from openelm_mlx.objectives import LossFn
+from openelm_mlx.optim import ScheduleArgs
+from openelm_mlx.replay import replay as replay
+from openelm_mlx.training_args import TrainArgs as TrainArgs
+from openelm_mlx.training_state import TrainState, load_latest, save_best, save_state
+from openelm_mlx.training_step import StepResult, TrainStep, set_grad_checkpoint
+from openelm_mlx.validation import at_most, evaluate
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        state: where it stands.
+        reason: "finished", "data" (a finite source ran out), "early" or "interrupted".
+    """
+
+    state: TrainState
+    reason: str
+
+
+class NonFiniteError(ValueError):
+    """The loss or the gradient is no longer a number; the message names step and samples."""
+
+
+def train(
+    model: Model,
+    optimizer: mlx_optim.Optimizer,
+    batches: Batches,
+    loss_fn: LossFn,
+    args: TrainArgs,
+    state: TrainState | None = None,
+    *,
+    schedule: ScheduleArgs,
+    validation: Callable[[], Iterable[Batch]] | None = None,
+    run_folder: Path | None = None,
+    resume: bool = False,
+    settings: Mapping[str, Any] | None = None,
+    reporters: Sequence[Any] = (),
+) -> Outcome:
+    """Train until ``schedule.iters`` updates are made, the data ends, or Ctrl-C.
+
+    Args:
+        model: its trainable parameters move; left in eval mode.
+        optimizer: from :meth:`OptimizerArgs.build`.
+        batches: this rank's rows of each batch; its position is saved with every state.
+        loss_fn: (model, batch) -> (sum, n).
+        args: of the loop.
+        state: where to begin; None at the start, or from ``run_folder`` with ``resume``.
+        schedule: learning rate of each update, and their number.
+        validation: called for fresh batches at each validation; None does not validate.
+        run_folder: for states, metrics and the best weights; None writes nothing.
+        resume: continue from the newest whole state in ``run_folder``; without one start anew.
+        settings: kept with each state.
+        reporters: more objects with ``write(line)`` and ``close()``.
+
+    Returns:
+        The last state and why it is the last. "interrupted" means that Ctrl-C or SIGTERM was seen,
+        the step finished and the state saved.
+
+    Raises:
+        NonFiniteError: at the first loss or gradient that is no finite number; the weights are
+            those before it, and the last state on disk is untouched.
+    """
+    mx.random.seed(args.seed)
+    model.train()
+    set_grad_checkpoint(model, args.grad_checkpoint)
+    group = world()
+    step = TrainStep(
+        model,
+        optimizer,
+        loss_fn,
+        max_grad_norm=args.max_grad_norm,
+        group=group,
+        compiled=mx.default_device().type == mx.gpu if args.compile is None else args.compile,
+        sum_of_means=args.corenet_accumulation,
+    )
+    restored = None
+    if resume and run_folder is not None:
+        restored = load_latest(run_folder, model, optimizer)
+        if restored is None:
+            logger.warning("%s holds no state to resume from: starting anew", run_folder)
+    if restored is not None:
+        state = restored[0]
+        batches.load_state_dict(state.data)
+    run = _Run(
+        model=model,
+        optimizer=optimizer,
+        batches=batches,
+        loss_fn=loss_fn,
+        args=args,
+        schedule=schedule,
+        state=replace(state) if state is not None else TrainState(),
+        validation=validation,
+        folder=run_folder if group.rank() == 0 else None,
+        group=group,
+        settings=settings,
+        reporters=reporters if group.rank() == 0 else (),
+    )
+    try:
+        with Watchdog(args.stall_timeout if group.size() > 1 else 0, group.rank()) as watchdog:
+            return run.loop(step, watchdog)
+    finally:
+        set_grad_checkpoint(model, "none")
+        model.eval()
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """One call of :func:`train`."""
+
+    model: Model
+    optimizer: mlx_optim.Optimizer
+    batches: Batches
+    loss_fn: LossFn
+    args: TrainArgs
+    schedule: ScheduleArgs
+    state: TrainState
+    validation: Callable[[], Iterable[Batch]] | None
+    folder: Path | None  # None on ranks other than 0
+    group: mx.distributed.Group
+    settings: Mapping[str, Any] | None
+    reporters: Sequence[Any]
+    _stop: list[int] = field(default_factory=list)  # signals seen
+
+    def loop(self, step: TrainStep, watchdog: Watchdog) -> Outcome:
+        state, args = self.state, self.args
+        sinks: list[Any] = [MetricsLog(self.folder, from_step=state.step), *self.reporters]
+        progress = Progress(self.schedule.iters, state.step, show=self.group.rank() == 0)
+        saved_at = state.step
+        reason = "finished"
+        try:
+            with NotedSignals(self._stop):
+                while state.step < self.schedule.iters:
+                    micro = self._take(args.grad_accumulation_steps)
+                    if not micro:
+                        reason = "data"
+                        break
+                    line = self._step(step, micro)
+                    watchdog.alive()
+                    progress.step(line)
+                    for sink in sinks:
+                        sink.write(line)
+                    if self._due(args.steps_per_eval):
+                        self._validate(sinks, progress)
+                        watchdog.alive()
+                    if self._due(args.save_every):
+                        self._save()
+                        saved_at = state.step
+                    if any_rank(bool(self._stop), self.group):
+                        reason = "interrupted"
+                        break
+                    if args.early_stopping and state.stale_evals >= args.early_stopping:
+                        reason = "early"
+                        break
+            if reason != "interrupted" and not self._due(args.steps_per_eval):
+                self._validate(sinks, progress)
+            if saved_at != state.step or reason == "early":
+                self._save()
+        finally:
+            progress.close()
+            for sink in sinks:
+                sink.close()
+        return Outcome(state=state, reason=reason)
+
+    def _take(self, count: int) -> list[Batch]:
+        """The micro-batches of one update; fewer where a finite source ends."""
+        return list(at_most(self.batches, count))
+
+    def _step(self, step: TrainStep, micro: list[Batch]) -> dict[str, Any]:
+        state = self.state
+        rate = self.schedule.at(state.step)
+        start = time.perf_counter()
+        mx.reset_peak_memory()
+        result = step(micro, rate)
+        seconds = time.perf_counter() - start
+        if not result.finite:
+            raise NonFiniteError(self._not_finite(result, micro))
+        state.step += 1
+        state.tokens += result.tokens
+        state.data = self.batches.state_dict()
+        return {
+            "step": state.step,
+            "loss": result.loss,
+            "learning_rate": rate,
+            "grad_norm": result.grad_norm,
+            "tokens": state.tokens,
+            **result.metrics,
+            "seconds": seconds,
+            "tokens_per_second": result.tokens / seconds,
+            "peak_memory_gb": mx.get_peak_memory() / 1e9,
+        }
+
+    def _not_finite(self, result: StepResult, micro: list[Batch]) -> str:
+        samples = [name for batch in micro for name in batch.samples]
+        shown = ", ".join(samples[:8]) + (f" and {len(samples) - 8} more" if samples[8:] else "")
+        return (
+            f"step {self.state.step + 1}: loss {result.loss}, gradient norm {result.grad_norm} "
+            f"are not finite; samples: {shown or 'unnamed'}. The last saved state is intact: lower "
+            "the learning rate or look at these samples, then --resume"
+        )
+
+    def _validate(self, sinks: list[Any], progress: Progress) -> None:
+        if self.validation is None:
+            return
+        loss, tokens = evaluate(
+            self.model, self.validation(), self.loss_fn, self.args.val_batches, self.group
+        )
+        state = self.state
+        line = {"step": state.step, "val_loss": loss, "val_tokens": tokens}
+        for sink in sinks:
+            sink.write(line)
+        progress.say(f"step {state.step}: validation loss {loss:.4f}")
+        if state.best_loss is None or loss < state.best_loss:
+            state.best_loss, state.best_step, state.stale_evals = loss, state.step, 0
+            if self.folder is not None:
+                save_best(self.folder, state, self.model)
+        else:
+            state.stale_evals += 1
+
+    def _save(self) -> None:
+        if self.folder is not None:
+            save_state(
+                self.folder,
+                self.state,
+                self.model,
+                self.optimizer,
+                keep=self.args.keep_states,
+                settings=self.settings,
+            )
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.state.step > 0 and self.state.step % every == 0

@@ -1,0 +1,47 @@
+"""Settings of the training loop."""
+
+from dataclasses import dataclass
+
+CHECKPOINT_MODES = ("none", "attention", "layer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainArgs:
+    """Settings of the loop.
+
+    Raises:
+        ValueError: listing what is out of range.
+    """
+
+    grad_accumulation_steps: int = 1  # micro-batches an update
+    max_grad_norm: float = 1.0  # 0 does not clip
+    seed: int = 0
+    steps_per_report: int = 10  # updates between lines on the terminal
+    steps_per_eval: int = 200  # updates between validations; 0 validates at the end only
+    val_batches: int = 25  # of a validation; -1 takes all
+    save_every: int = 200  # updates between states; 0 saves at the end only
+    keep_states: int = 2
+    grad_checkpoint: str = "none"  # recompute "attention" or the whole "layer" going backward
+    compile: bool | None = None  # None: on a GPU
+    corenet_accumulation: bool = False  # add the means of micro-batches, as CoreNet does
+    early_stopping: int = 0  # stop after so many validations without a better one; 0 never
+    stall_timeout: float = 600.0  # seconds without a step that end a run on several ranks
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} must be at least {least}, got {getattr(self, name)}"
+            for name, least in (
+                *(("grad_accumulation_steps", 1), ("max_grad_norm", 0), ("seed", 0)),
+                *(("steps_per_report", 1), ("steps_per_eval", 0), ("val_batches", -1)),
+                *(("save_every", 0), ("keep_states", 1), ("early_stopping", 0)),
+                ("stall_timeout", 0),
+            )
+            if getattr(self, name) < least
+        ]
+        if self.grad_checkpoint not in CHECKPOINT_MODES:
+            problems.append(
+                f"grad_checkpoint {self.grad_checkpoint!r} is not one of "
+                + ", ".join(CHECKPOINT_MODES)
+            )
+        if problems:
+            raise ValueError("training: " + "; ".join(problems))

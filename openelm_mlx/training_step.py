@@ -1,0 +1,186 @@
+"""One update: gradients of sums over micro-batches and ranks, divided once, clipped, applied.
+
+Knows the model, an optimizer and one loss; not where batches come from or what is written.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as mlx_optim
+from mlx.utils import tree_map, tree_reduce
+
+from openelm_mlx.batches import Batch
+from openelm_mlx.distributed import sum_gradients, sum_scalars
+from openelm_mlx.model import Model
+from openelm_mlx.objectives import LossFn
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one update did.
+
+    Attributes:
+        loss: mean loss over all its targets (or pairs), before the update.
+        micro_losses: mean loss of each micro-batch of this rank.
+        tokens: targets it was taken over, on all ranks.
+        grad_norm: global L2 norm of the gradient before clipping.
+        finite: whether loss and gradient were; if not, nothing was updated.
+        metrics: more means that the loss function reports (reward margins, for one).
+    """
+
+    loss: float
+    micro_losses: tuple[float, ...]
+    tokens: int
+    grad_norm: float
+    finite: bool
+    metrics: dict[str, float]
+
+
+class TrainStep:
+    """Makes updates.
+
+    Args:
+        model: in training mode.
+        optimizer: its learning rate is set before each update.
+        loss_fn: (model, batch) -> (sum, n), or (sum, n, {name: sum}) with more sums over n.
+        max_grad_norm: clip the global norm to this; 0 does not clip.
+        group: ranks to add over.
+        compiled: run gradient and update under ``mx.compile``; each new batch shape traces again.
+        sum_of_means: CoreNet's accumulation: add the micro-batches' *means* and divide by nothing.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        optimizer: mlx_optim.Optimizer,
+        loss_fn: LossFn,
+        *,
+        max_grad_norm: float,
+        group: mx.distributed.Group,
+        compiled: bool = False,
+        sum_of_means: bool = False,
+    ) -> None:
+        self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
+        self._max_norm, self._group, self._sum_of_means = max_grad_norm, group, sum_of_means
+        optimizer.init(model.trainable_parameters())
+        random: Any = mx.random.state
+        mx.eval(model.parameters(), optimizer.state, random)
+        self._gradients: Any = self._micro
+        self._update: Any = self._apply
+        if compiled:
+            state = [model.state, random]
+            self._gradients = mx.compile(self._micro, inputs=state, outputs=[random])
+            state = [model.state, optimizer.state]
+            self._update = mx.compile(self._apply, inputs=state, outputs=state)
+
+    def __call__(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
+        """Make one update from this rank's micro-batches.
+
+        Args:
+            batches: at least one; their gradients are added.
+            learning_rate: of this update.
+
+        Returns:
+            What it did; with ``finite`` False model and optimizer are as before.
+        """
+        gradients: Any = None
+        sums: list[mx.array] = []
+        for batch in batches:
+            part, values = self._gradients(*_arrays(batch))
+            gradients = part if gradients is None else tree_map(_add_in_float32, gradients, part)
+            sums.append(values)
+            mx.eval(gradients, values)  # one micro-batch's activations at a time
+        micro = mx.stack(sums)  # (k, 2 + metrics)
+        total = sum_scalars(micro.sum(axis=0), self._group)
+        gradients = sum_gradients(gradients, self._group)
+        count = mx.array(1.0) if self._sum_of_means else total[1]
+        gradients = tree_map(lambda g: g / mx.maximum(count, 1).astype(g.dtype), gradients)
+        norm = _global_norm(gradients)
+        mx.eval(gradients, norm, total, micro)
+        return self._finish(gradients, norm, total, micro, learning_rate)
+
+    def _finish(
+        self,
+        gradients: Any,
+        norm: mx.array,
+        total: mx.array,
+        micro: mx.array,
+        learning_rate: float,
+    ) -> StepResult:
+        values: Any = total.tolist()
+        rows: Any = micro.tolist()
+        grad_norm: Any = norm.item()
+        loss = values[0] / max(values[1], 1)
+        finite = all(abs(x) < float("inf") for x in (loss, grad_norm))
+        if finite and values[1] > 0:
+            self._optimizer.learning_rate = learning_rate
+            self._update(gradients, norm)
+            mx.eval(self._model.trainable_parameters(), self._optimizer.state)
+        return StepResult(
+            loss=loss,
+            micro_losses=tuple(row[0] / max(row[1], 1) for row in rows),
+            tokens=int(values[1]) if finite else 0,
+            grad_norm=grad_norm,
+            finite=finite,
+            metrics={
+                name: value / max(values[1], 1)
+                for name, value in zip(self._metric_names, values[2:], strict=True)
+            },
+        )
+
+    _metric_names: tuple[str, ...] = ()
+
+    def _micro(
+        self, tokens: mx.array, targets: mx.array, mask: mx.array, segments: mx.array | None = None
+    ) -> tuple[Any, mx.array]:
+        """Gradients of the summed loss, and (sum, n, more sums...)."""
+        batch = Batch(tokens=tokens, targets=targets, mask=mask, segments=segments)
+
+        def loss(model: Model, batch: Batch) -> tuple[mx.array, mx.array]:
+            outputs: Any = self._loss_fn(model, batch)
+            total, n, *rest = outputs
+            more = rest[0] if rest else {}
+            self._metric_names = tuple(more)
+            values = mx.stack([v.astype(mx.float32) for v in (total, n, *more.values())])
+            if self._sum_of_means:
+                total = total / mx.maximum(n, 1)
+            return total, values
+
+        (_, values), gradients = nn.value_and_grad(self._model, loss)(self._model, batch)
+        return gradients, values
+
+    def _apply(self, gradients: Any, norm: mx.array) -> None:
+        if self._max_norm > 0:
+            scale = mx.minimum(self._max_norm / (norm + 1e-6), 1.0)
+            gradients = tree_map(lambda g: g * scale.astype(g.dtype), gradients)
+        self._optimizer.update(self._model, gradients)
+
+
+def _arrays(batch: Batch) -> tuple[mx.array, ...]:
+    arrays = (batch.tokens, batch.targets, batch.mask)
+    return arrays if batch.segments is None else (*arrays, batch.segments)
+
+
+def _add_in_float32(a: mx.array, b: mx.array) -> mx.array:
+    return a.astype(mx.float32) + b.astype(mx.float32)
+
+
+def _global_norm(gradients: Any) -> mx.array:
+    squares = tree_reduce(
+        lambda total, g: total + mx.square(g.astype(mx.float32)).sum(), gradients, mx.array(0.0)
+    )
+    return mx.sqrt(squares)
+
+
+def set_grad_checkpoint(model: Model, mode: str) -> None:
+    """Recompute nothing, attention, or whole layers in the backward pass of this model.
+
+    Args:
+        model: whose own layers are told; other models are not touched.
+        mode: "none", "attention" or "layer".
+    """
+    for layer in model.layers:
+        layer.grad_checkpoint = mode
