@@ -31,14 +31,15 @@ LAYERS = {
     "2": "adapter_args adapter_embeddings adapter_files adapter_fuse adapter_layers fitting lora",
     "3": "checkpoint objectives training_state",
     "4": """decoding proposals speculative metrics replay trainer training_step validation
-        convert.average
+        convert.adapter_merge convert.average
         convert.corenet convert.corenet_checkpoint convert.corenet_config convert.corenet_lora
         convert.corenet_reader convert.corenet_rows convert.corenet_writer
-        convert.huggingface convert.huggingface_config convert.peft
+        convert.huggingface convert.huggingface_config
+        convert.peft convert.peft_adapters convert.peft_config convert.peft_tensors
         convert.quantize convert.quantize_check convert.quantize_plan convert.source
         convert.coreml convert.coreml_graph convert.coreml_weights convert.coreml_verify
         convert.coreai convert.coreai_api convert.coreai_verify""",
-    "5": """batch batch_file chat dpo evaluate finetune generate generation_settings info pretrain
+    "5": """batch batch_file chat dpo evaluate finetune fuse fuse_report generate generation_settings info pretrain
         serve server""",
     "6": "bench bench_cases check_release demo",
     "7": "cli convert.cli",
@@ -56,14 +57,16 @@ FAMILIES = (
     "bench bench_cases",
     "cli convert.cli",
     "convert.pt_*",
-    "convert.corenet*",
-    "convert.huggingface* convert.quantize* convert.source",
+    "convert.corenet* convert.adapter_merge",
+    "convert.huggingface* convert.quantize* convert.source convert.peft*",
+    "convert.peft* convert.adapter_merge",
+    "fuse*",
     "convert.mil_*",
     "convert.coreml*",
     "convert.coreai*",
 )
 # The library reaches into `convert` only here (stages of layer 6 and 7 aside), inside functions.
-INTO_CONVERT = "checkpoint evaluate fitting weight_files"
+INTO_CONVERT = "checkpoint evaluate fitting fuse weight_files"
 CONVERT_FOR_LIBRARY = (
     "convert.names convert.pt_file convert.mil_package convert.mil_ops convert.mil_eval"
 )
