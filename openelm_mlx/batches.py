@@ -23,6 +23,8 @@ class Batch:
             lengths, never from ids.
         segments: (B, L) int32 number of the document that each token of a packed row belongs to,
             where documents must not see each other; None where each row is one document.
+        reference: (B,) float32 log-probability of each row's targets under a reference model, for
+            preference tuning, where the first half of the rows is chosen and the second rejected.
         samples: names of the samples (line or document numbers), for messages.
     """
 
@@ -30,6 +32,7 @@ class Batch:
     targets: mx.array
     mask: mx.array
     segments: mx.array | None = None
+    reference: mx.array | None = None
     samples: tuple[str, ...] = ()
 
     def attention_mask(self) -> mx.array | None:

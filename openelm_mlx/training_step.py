@@ -89,7 +89,7 @@ class TrainStep:
         gradients: Any = None
         sums: list[mx.array] = []
         for batch in batches:
-            part, values = self._gradients(*_arrays(batch))
+            part, values = self._gradients(_arrays(batch))
             gradients = part if gradients is None else tree_map(_add_in_float32, gradients, part)
             sums.append(values)
             mx.eval(gradients, values)  # one micro-batch's activations at a time
@@ -133,11 +133,9 @@ class TrainStep:
 
     _metric_names: tuple[str, ...] = ()
 
-    def _micro(
-        self, tokens: mx.array, targets: mx.array, mask: mx.array, segments: mx.array | None = None
-    ) -> tuple[Any, mx.array]:
+    def _micro(self, arrays: dict[str, mx.array]) -> tuple[Any, mx.array]:
         """Gradients of the summed loss, and (sum, n, more sums...)."""
-        batch = Batch(tokens=tokens, targets=targets, mask=mask, segments=segments)
+        batch = Batch(**arrays)
 
         def loss(model: Model, batch: Batch) -> tuple[mx.array, mx.array]:
             outputs: Any = self._loss_fn(model, batch)
@@ -159,9 +157,11 @@ class TrainStep:
         self._optimizer.update(self._model, gradients)
 
 
-def _arrays(batch: Batch) -> tuple[mx.array, ...]:
-    arrays = (batch.tokens, batch.targets, batch.mask)
-    return arrays if batch.segments is None else (*arrays, batch.segments)
+def _arrays(batch: Batch) -> dict[str, mx.array]:
+    """The arrays of a batch, those that it has: what a compiled step takes."""
+    names = ("tokens", "targets", "mask", "segments", "reference")
+    values = {name: getattr(batch, name) for name in names}
+    return {name: array for name, array in values.items() if array is not None}
 
 
 def _add_in_float32(a: mx.array, b: mx.array) -> mx.array:
