@@ -17,7 +17,6 @@ from mlx.utils import tree_flatten
 
 from convert.dtypes import DTYPES, CastReport, cast, dtype_name, parse_dtype, warn_float16
 from convert.huggingface_config import CODE, apples_args, auto_map
-from convert.licence import copy_licence
 from convert.source import PROVENANCE, Source
 from openelm_mlx.adapter_layers import dense_weight, is_quantized
 from openelm_mlx.atomic import atomic_folder, refuse_existing_folder
@@ -30,10 +29,7 @@ from openelm_mlx.weight_files import (
     StoredTensor,
     load_tensor,
     read_json,
-    write_json,
 )
-
-_GENERATION = "generation_config.json"
 
 
 def from_hub(
@@ -173,10 +169,7 @@ def _write_rest(
         instruct=template,
         provenance=source.provenance("Hugging Face"),
     )
-    copy_licence(source.folder, folder)
-    theirs = source.folder / _GENERATION
-    if theirs.is_file():  # sampling defaults and the like; our ids are the config's
-        write_json(folder / _GENERATION, {**read_json(theirs), **read_json(folder / _GENERATION)})
+    source.carry_over(folder)
 
 
 def _settled(args: ModelArgs, dtype: mx.Dtype | None, source: str) -> ModelArgs:

@@ -15,7 +15,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from convert.licence import copy_licence
 from convert.quantize_check import Quality, compare, make_sample, measure
 from convert.quantize_plan import (
     AFFINE_BITS,
@@ -123,7 +122,7 @@ def quantize(
             instruct=template,
             provenance={**source.provenance("model folder"), "quality": asdict(quality)},
         )
-        copy_licence(source.folder, temporary)
+        source.carry_over(temporary)
     return report
 
 

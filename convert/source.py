@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from convert.licence import licence_name
+from convert.licence import copy_licence, licence_name
 from openelm_mlx.chat_template import is_instruct
 from openelm_mlx.checkpoint import load_args
 from openelm_mlx.config import ModelArgs
@@ -26,9 +26,11 @@ from openelm_mlx.weight_files import (
     load_tensor,
     open_weights,
     read_json,
+    write_json,
 )
 
 PROVENANCE = "openelm.json"
+_GENERATION = "generation_config.json"
 _TABLES = ("transformer.token_embeddings.weight", "lm_head.weight", "transformer.classifier.weight")
 
 
@@ -136,6 +138,18 @@ class Source:
         )
         names = (self.name, Path(output).name)
         return found, instruct or kept or any(is_instruct(name) for name in names)
+
+    def carry_over(self, folder: Path) -> None:
+        """Copy what no command reads but users need: licence texts, generation settings.
+
+        Args:
+            folder: the new one, with its ``generation_config.json``, whose ids win.
+        """
+        copy_licence(self.folder, folder)
+        theirs = self.folder / _GENERATION
+        if theirs.is_file():
+            ours = folder / _GENERATION
+            write_json(ours, {**read_json(theirs), **read_json(ours)})
 
     def _parent(self) -> dict[str, Any]:
         """The provenance that a folder of ours carries, empty for others."""

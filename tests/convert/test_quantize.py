@@ -195,8 +195,8 @@ def numpy_scores(folder: Path, ids: list[int]) -> np.ndarray:
         if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
             plain = mx.dequantize(
                 module.weight,
-                module.scales,
-                module.biases,
+                module.scales.astype(mx.float32),
+                module.biases.astype(mx.float32),
                 group_size=module.group_size,
                 bits=module.bits,
             )
@@ -211,11 +211,13 @@ def numpy_perplexity(scores: np.ndarray, targets: list[int]) -> float:
     return math.exp((logsumexp - scores[np.arange(len(targets)), targets]).mean())
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("changes", [{}, {"share_input_output_layers": False}])
 def test_logit_error_and_perplexity_agree_with_numpy(
-    tmp_path: Path, tiny_tokenizer: TinyTokenizer
+    dtype: mx.Dtype, changes: dict[str, Any], tmp_path: Path, tiny_tokenizer: TinyTokenizer
 ) -> None:
     tokenizer = tiny_tokenizer.tokenizer
-    source = small_folder(tmp_path / "in", tokenizer)
+    source = small_folder(tmp_path / "in", tokenizer, small_model(dtype, **changes))
     text = "The old king went to the forest. The wolf saw him."
     (tmp_path / "text.txt").write_text(text)
     report = quantize(source, tmp_path / "out", data=tmp_path / "text.txt", group_size=32, bits=4)
@@ -331,11 +333,14 @@ def test_the_folder_is_complete_and_remembers_where_it_came_from(
         tmp_path / "in", tiny_tokenizer.tokenizer, instruct=True, provenance={"licence": "mit"}
     )
     (source / "LICENSE").write_text("free")
+    theirs = {"bos_token_id": 1, "eos_token_id": 2, "repetition_penalty": 1.2}
+    (source / "generation_config.json").write_text(json.dumps(theirs))
     report = quantize(source, tmp_path / "out", group_size=32)
     out = report.folder
     assert files(out) == files(source)
     for name in ("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "LICENSE"):
         assert (out / name).read_bytes() == (source / name).read_bytes()
+    assert read_json(out / "generation_config.json") == theirs
     provenance = read_json(out / "openelm.json")
     weights = (source / "model.safetensors").read_bytes()
     assert provenance["sha256"] == hashlib.sha256(weights).hexdigest()
