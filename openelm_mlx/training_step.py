@@ -133,7 +133,7 @@ class TrainStep:
 
     _metric_names: tuple[str, ...] = ()
 
-    def _micro(self, arrays: dict[str, mx.array]) -> tuple[Any, mx.array]:
+    def _micro(self, arrays: dict[str, Any]) -> tuple[Any, mx.array]:
         """Gradients of the summed loss, and (sum, n, more sums...)."""
         batch = Batch(**arrays)
 

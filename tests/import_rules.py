@@ -30,7 +30,7 @@ LAYERS = {
     "1": "batches compatibility data memory model packing weight_files",
     "2": "adapter_args adapter_embeddings adapter_files adapter_fuse adapter_layers fitting lora",
     "3": "checkpoint objectives training_state",
-    "4": """decoding proposals speculative metrics replay trainer training_step validation
+    "4": """decoding preference proposals run_folder speculative metrics replay trainer training_step validation
         convert.adapter_merge convert.average
         convert.corenet convert.corenet_checkpoint convert.corenet_config convert.corenet_lora
         convert.corenet_reader convert.corenet_rows convert.corenet_writer
@@ -52,7 +52,7 @@ FAMILIES = (
     "recipe*",
     "data packing",
     "decoding proposals speculative",
-    "metrics replay trainer training_step validation",
+    "metrics replay run_folder trainer training_step validation",
     "batch* chat generate generation_settings serve server",
     "bench bench_cases",
     "cli convert.cli",
@@ -66,10 +66,12 @@ FAMILIES = (
     "convert.coreai*",
 )
 # The library reaches into `convert` only here (stages of layer 6 and 7 aside), inside functions.
-INTO_CONVERT = "checkpoint evaluate fitting fuse weight_files"
+INTO_CONVERT = "checkpoint evaluate fitting weight_files"
 CONVERT_FOR_LIBRARY = (
     "convert.names convert.pt_file convert.mil_package convert.mil_ops convert.mil_eval"
 )
+# A stage that makes a model folder of another, as the converters do: measures, hashes, licence.
+ALSO_FROM_CONVERT = {"fuse": "convert.licence convert.quantize_check convert.source"}
 
 # Third parties: what a layer adds to those above it in LAYERS, anywhere or inside functions only.
 ANYWHERE = {"0": "mlx yaml sentencepiece", "1": "numpy", "4": "tqdm"}
@@ -83,7 +85,6 @@ MLX_ALONE = "cache losses model optim sampling"  # no other third party
 ALSO = {
     "model": "mlx_lm",  # its attention, where a cache is quantised
     "server": "mlx_lm!",  # itself imported only when a server is asked for
-    "convert.quantize": "mlx_lm",  # wraps its quantize_model
     "convert.pt_*": "numpy!",
     "convert.mil_*": "numpy! coremltools",
     "convert.coreml*": "coremltools",
@@ -212,7 +213,8 @@ def _matches(module: str, patterns: Iterable[str]) -> bool:
 def _into_convert_fault(module: str, item: Import) -> str | None:
     if LAYER_OF[module] in ("6", "7"):
         return None
-    if _short(module) not in INTO_CONVERT.split() or item.target not in CONVERT_FOR_LIBRARY.split():
+    common = CONVERT_FOR_LIBRARY if _short(module) in INTO_CONVERT.split() else ""
+    if item.target not in f"{common} {ALSO_FROM_CONVERT.get(_short(module), '')}".split():
         return "the library does not import convert"
     return None if item.deferred else "only inside a function"
 

@@ -1,0 +1,130 @@
+"""The folder and the plan of a training run: what all stages check, say and leave behind."""
+
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from openelm_mlx.atomic import refuse_existing_folder
+from openelm_mlx.config import ModelArgs
+from openelm_mlx.memory import training_memory
+from openelm_mlx.metrics import read_metrics
+from openelm_mlx.plots import try_plot_losses
+from openelm_mlx.recipe import render_settings
+from openelm_mlx.trainer import Outcome
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_run_folder(output: str | Path, *, resume: bool, overwrite: bool) -> Path:
+    """Make the folder of a run, or check that an existing one may be used.
+
+    Args:
+        output: the folder.
+        resume: continue what is there.
+        overwrite: throw away what is there.
+
+    Raises:
+        FileExistsError: if it holds anything and neither was asked for, or what it holds is not
+            from a run or a model.
+        ValueError: if both were asked for.
+    """
+    folder = Path(output)
+    if resume and overwrite:
+        raise ValueError("--resume and --overwrite contradict each other; give one")
+    if resume:
+        if folder.is_file():
+            raise FileExistsError(f"{folder} is a file; give the name of a folder")
+    else:
+        if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+            raise FileExistsError(
+                f"{folder} is not empty; add --resume to continue its run or --overwrite to "
+                "start anew"
+            )
+        refuse_existing_folder(folder, overwrite=overwrite)
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def plan_text(
+    title: str,
+    settings: Mapping[str, Any],
+    facts: Mapping[str, str],
+    memory: int,
+) -> str:
+    """What a run is going to do, for a person to read before it starts.
+
+    Args:
+        title: one line.
+        settings: every resolved setting.
+        facts: name -> words: parameters, samples, updates, tokens.
+        memory: estimated bytes of one step.
+    """
+    machine = machine_memory()
+    lines = [title, "", *(f"{name:22} {words}" for name, words in facts.items())]
+    share = f"{memory / 1e9:.2f} GB estimated, this machine has {machine / 1e9:.1f} GB"
+    lines.append(f"{'memory a step':22} {share}")
+    if memory > machine:
+        lines.append(
+            "warning: a step probably does not fit; try --grad-checkpoint layer, a smaller "
+            "--batch-size with more --grad-accumulation-steps, or a shorter --max-seq-length"
+        )
+    return "\n".join([*lines, "", render_settings(settings)]) + "\n"
+
+
+def step_memory(
+    args: ModelArgs, model: nn.Module, *, batch_size: int, max_seq_length: int, checkpoint: str
+) -> int:
+    """Estimated bytes of one step of this model as it is now, its frozen parts included."""
+    leaves: Any = tree_flatten(model.parameters())
+    weight_bytes = 4 if any(array.dtype == mx.float32 for _, array in leaves) else 2
+    estimate = training_memory(
+        args,
+        batch_size=batch_size,
+        max_seq_length=max_seq_length,
+        trainable=trainable_parameters(model),
+        weight_bytes=weight_bytes,
+        grad_checkpoint=checkpoint == "layer",
+    )
+    return estimate.total - estimate.weights + sum(array.nbytes for _, array in leaves)
+
+
+def trainable_parameters(model: nn.Module) -> int:
+    """Number of parameters that move."""
+    leaves: Any = tree_flatten(model.trainable_parameters())
+    return sum(array.size for _, array in leaves)
+
+
+def machine_memory() -> int:
+    """Bytes of memory that MLX may fill: the GPU's recommended working set, else all RAM."""
+    info: Any = mx.device_info()
+    for key in ("max_recommended_working_set_size", "memory_size", "total_memory"):
+        if info.get(key):
+            return int(info[key])
+
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def finish_run(folder: Path, outcome: Outcome) -> int:
+    """Draw the loss, say how the run ended, and give the exit code (130 after Ctrl-C)."""
+    try_plot_losses(read_metrics(folder), folder / "loss.png", title=folder.resolve().name)
+    state = outcome.state
+    words = {
+        "finished": "finished",
+        "data": "the data ended",
+        "early": "stopped early: validation got no better",
+        "interrupted": "interrupted; --resume continues",
+    }[outcome.reason]
+    best = "" if state.best_loss is None else f", best validation loss {state.best_loss:.4f}"
+    best += "" if state.best_step is None else f" at step {state.best_step}"
+    sys.stdout.write(f"{folder}: {words} at step {state.step}, {state.tokens} targets{best}\n")
+    return 130 if outcome.reason == "interrupted" else 0
