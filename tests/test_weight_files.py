@@ -2,12 +2,12 @@
 
 import json
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from layout_makers import INDEX, LAYOUTS, TORCH_INDEX, Layout, one_file, sharded, write_index
 
 from convert import pt_file
 from openelm_mlx.weight_files import (
@@ -24,7 +24,6 @@ from openelm_mlx.weight_files import (
     write_weights,
 )
 
-INDEX = "model.safetensors.index.json"
 BF16_BITS = [0x3F80, 0x0001, 0x7F80, 0xFF80, 0x7FC1, 0x8000]  # 1, subnormal, +-inf, NaN, -0
 
 
@@ -49,70 +48,15 @@ def assert_same(found: dict[str, mx.array], expected: dict[str, mx.array]) -> No
         assert bits(found[name]) == bits(array), name
 
 
-def write_index(folder: Path, name: str, weight_map: object) -> None:
-    (folder / name).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-
-def save(folder: Path, name: str, arrays: dict[str, mx.array]) -> None:
-    mx.save_safetensors(str(folder / name), arrays)
-
-
-def one_file(folder: Path) -> None:
-    save(folder, "model.safetensors", tensors())
-
-
-def sharded(folder: Path) -> None:
-    save(folder, "model-00001-of-00002.safetensors", {"a": tensors()["a"]})
-    save(folder, "model-00002-of-00002.safetensors", {k: tensors()[k] for k in "bc"})
-    names = dict.fromkeys("bc", "model-00002-of-00002.safetensors")
-    write_index(folder, INDEX, {"a": "model-00001-of-00002.safetensors", **names})
-
-
-def shards_without_index(folder: Path) -> None:
-    sharded(folder)
-    (folder / INDEX).unlink()
-
-
-def corenet_mlx(folder: Path) -> None:
-    save(folder, "weights.safetensors", tensors())
-
-
-def torch_file(folder: Path) -> None:
-    pt_file.write(folder / "pytorch_model.bin", tensors())
-
-
-def torch_shards(folder: Path) -> None:
-    first, second = (f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2))
-    pt_file.write(folder / first, {"a": tensors()["a"]})
-    pt_file.write(folder / second, {k: tensors()[k] for k in "bc"})
-    write_index(folder, "pytorch_model.bin.index.json", {"a": first, "b": second, "c": second})
-
-
-def torch_state_dict(folder: Path) -> None:
-    pt_file.write(folder / "pytorch_model.bin", {"state_dict": tensors(), "epoch": 3})
-
-
-def npz(folder: Path) -> None:
-    mx.savez(str(folder / "weights.npz"), **tensors())
-
-
-LAYOUTS = [
-    *(one_file, sharded, shards_without_index, corenet_mlx),
-    *(torch_file, torch_shards, torch_state_dict, npz),
-]
-
-
 @pytest.mark.parametrize("make", LAYOUTS)
-def test_every_layout_is_read_bit_for_bit(make: Callable[[Path], None], tmp_path: Path) -> None:
-    make(tmp_path)
+def test_every_layout_is_read_bit_for_bit(make: Layout, tmp_path: Path) -> None:
+    make(tmp_path, tensors())
     assert_same(read_weights(tmp_path), tensors())
 
 
 @pytest.mark.parametrize("make", LAYOUTS)
-def test_shapes_are_known_before_anything_is_loaded(
-    make: Callable[[Path], None], tmp_path: Path
-) -> None:
-    make(tmp_path)
+def test_shapes_are_known_before_anything_is_loaded(make: Layout, tmp_path: Path) -> None:
+    make(tmp_path, tensors())
     with open_weights(tmp_path) as stored:
         assert {k: tuple(t.shape) for k, t in stored.items()} == {
             k: t.shape for k, t in tensors().items()
@@ -121,7 +65,7 @@ def test_shapes_are_known_before_anything_is_loaded(
 
 
 def test_safetensors_are_preferred_to_pytorch_files(tmp_path: Path) -> None:
-    one_file(tmp_path)
+    one_file(tmp_path, tensors())
     pt_file.write(tmp_path / "pytorch_model.bin", {"a": mx.zeros((2, 3))})
     assert [f.name for f in find_weight_files(tmp_path)] == ["model.safetensors"]
 
@@ -130,8 +74,8 @@ def test_the_index_of_shards_that_were_not_downloaded_does_not_hide_safetensors(
     tmp_path: Path,
 ) -> None:
     # Guards: Hub downloads take every .json but not the .bin shards it names.
-    one_file(tmp_path)
-    write_index(tmp_path, "pytorch_model.bin.index.json", {"a": "pytorch_model-00001.bin"})
+    one_file(tmp_path, tensors())
+    write_index(tmp_path, TORCH_INDEX, {"a": "pytorch_model-00001.bin"})
     assert_same(read_weights(tmp_path), tensors())
 
 
@@ -144,7 +88,7 @@ def test_a_folder_without_weights_says_what_was_looked_for(tmp_path: Path) -> No
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    sharded(tmp_path)
+    sharded(tmp_path, tensors())
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="1 of 2 files that are missing, first model-00002"):
         read_weights(tmp_path)
@@ -160,7 +104,7 @@ def test_a_damaged_index_is_refused(weight_map: object, tmp_path: Path) -> None:
 
 
 def test_a_truncated_file_is_refused_with_both_sizes(tmp_path: Path) -> None:
-    one_file(tmp_path)
+    one_file(tmp_path, tensors())
     file = tmp_path / "model.safetensors"
     whole = file.stat().st_size
     file.write_bytes(file.read_bytes()[:-7])
