@@ -20,9 +20,11 @@ COMMANDS: dict[str, Route] = {
     "generate": ("openelm_mlx.generate", "", "continue a prompt, or a file of prompts"),
     "chat": ("openelm_mlx.chat", "", "talk to an Instruct model"),
     "serve": ("openelm_mlx.serve", "", "OpenAI-compatible server (mlx_lm's) on a model folder"),
+    "fuse": ("openelm_mlx.fuse", "", "fold adapters into their model"),
     "average": ("convert.average", "average", "average checkpoints, as CoreNet does"),
     "info": ("openelm_mlx.info", "", "layers, widths, parameters, bytes, and where a folder runs"),
     "bench": ("openelm_mlx.bench", "", "speed and memory, side by side with mlx_lm"),
+    "plot": ("openelm_mlx.plots", "", "draw the loss of a training run"),
     "doctor": ("openelm_mlx.doctor", "", "versions, backend, memory, and what is missing"),
     "check-release": ("openelm_mlx.check_release", "", "hold a release against published facts"),
     "convert": ("convert.cli", "", "checkpoints to and from other frameworks"),
@@ -90,9 +92,9 @@ def run_route(
             return int(import_module(module).run(argv[list(argv).index(name) + 1 :]))
         implementation = import_module(module)
         getattr(implementation, f"add_{suffix}_arguments" if suffix else "add_arguments")(sub)
-        sub.set_defaults(run=getattr(implementation, f"run_{suffix}" if suffix else "run"))
+        sub.set_defaults(run_command=getattr(implementation, f"run_{suffix}" if suffix else "run"))
     args = parser.parse_args(argv)
-    return int(args.run(args))
+    return int(args.run_command(args))
 
 
 class _StderrHandler(logging.Handler):
