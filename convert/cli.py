@@ -9,6 +9,8 @@ ROUTES: dict[str, Route] = {
     "to-corenet": ("convert.corenet", "to_corenet", "model folder -> CoreNet .pt"),
     "huggingface": ("convert.huggingface", "huggingface", "Hub or local folder -> model folder"),
     "to-huggingface": ("convert.huggingface", "to_huggingface", "folder for Apple's PyTorch code"),
+    "peft": ("convert.peft", "peft", "PEFT adapter folder -> adapter folder"),
+    "to-peft": ("convert.peft", "to_peft", "adapter folder -> PEFT adapter folder"),
     "quantize": ("convert.quantize", "quantize", "model folder -> quantised model folder"),
 }
 

@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
+from convert.adapter_merge import target_names, to_rank
 from convert.names import to_corenet, to_huggingface
 from convert.pt_file import PtTensor
-from openelm_mlx.adapter_args import LAYER_MODULES, AdapterArgs, scale_of, short_name
+from openelm_mlx.adapter_args import AdapterArgs, scale_of
 from openelm_mlx.mismatch import Shapes, check_tensors
 
 EMBEDDING = "transformer.token_embeddings"
@@ -119,7 +120,7 @@ def convert_adapters(
     """Make an adapter folder's tensors and settings; the numbers stay in the file's types.
 
     One folder has one rank and one scale. Where CoreNet's modules differ, smaller ranks are filled
-    with zeros and ``lora_b`` takes the difference in scale, which changes no logit.
+    with zeros and ``lora_b`` takes the difference in scale, which changes no logit (``to_rank``).
 
     Args:
         tensors: CoreNet's names -> tensors, adapters only.
@@ -143,7 +144,11 @@ def convert_adapters(
     rank, scale = max(ranks.values()), Counter(scales.values()).most_common(1)[0][0]
     out: dict[str, mx.array] = {}
     for module, leaves in named.items():
-        lora_a, lora_b = _factors(leaves, rank, factor=scales[module] / scale)
+        lora_a, lora_b = to_rank(
+            *(leaves[leaf].load().T for leaf in ("lora_a", "lora_b")),
+            rank=rank,
+            factor=scales[module] / scale,
+        )
         out[f"{module}.lora_a"] = lora_a[:vocab_size] if module == EMBEDDING else lora_a
         out[f"{module}.lora_b"] = lora_b
         if "m" in leaves:
@@ -154,7 +159,7 @@ def convert_adapters(
         scale=scale,
         dropout=max(rule.dropout for rule in rules.values()),
         kind=_kind(named, source),
-        target_modules=_targets(list(named), base),
+        target_modules=target_names(list(named), [n.removesuffix(".weight") for n in base]),
         use_rslora=first.use_rslora,
     )
 
@@ -205,20 +210,6 @@ def _check_shapes(
     check_tensors(expected, found, source=f"{source} (adapters)")
 
 
-def _factors(
-    leaves: Mapping[str, PtTensor], rank: int, *, factor: float
-) -> tuple[mx.array, mx.array]:
-    """(in, r) and (r, out), filled up with zeros to ``rank``."""
-    lora_a, lora_b = leaves["lora_a"].load().T, leaves["lora_b"].load().T
-    missing = rank - lora_a.shape[1]
-    if missing:
-        lora_a = mx.pad(lora_a, [(0, 0), (0, missing)])
-        lora_b = mx.pad(lora_b, [(0, missing), (0, 0)])
-    if factor != 1.0:
-        lora_b = (lora_b.astype(mx.float32) * factor).astype(lora_b.dtype)
-    return mx.contiguous(lora_a), mx.contiguous(lora_b)
-
-
 def _kind(named: Mapping[str, Mapping[str, PtTensor]], source: str) -> Literal["lora", "dora"]:
     """DoRA where the linear modules have magnitudes; the embedding never has."""
     linear = [module for module in named if module != EMBEDDING]
@@ -231,16 +222,3 @@ def _kind(named: Mapping[str, Mapping[str, PtTensor]], source: str) -> Literal["
             f"{plain[0]}; an adapter folder is all LoRA or all DoRA"
         )
     return "dora"
-
-
-def _targets(modules: list[str], base: Shapes) -> list[str]:
-    """Short names where all layers have that module adapted, else whole paths."""
-    counts = Counter(short_name(module) for module in modules)
-    in_model = Counter(short_name(name.removesuffix(".weight")) for name in base)
-    return list(
-        dict.fromkeys(
-            short if short not in LAYER_MODULES or counts[short] == in_model[short] else module
-            for module in modules
-            for short in [short_name(module)]
-        )
-    )
