@@ -30,15 +30,15 @@ class LossArgs:
     z_loss: float = 0.0  # weight of log(Z)^2; Apple's recipes use 1e-4
     label_smoothing: float = 0.0
     corenet_z_loss: bool = False  # report ignored positions as CoreNet does; gradients are equal
-    chunk: int = CHUNK
+    loss_chunk: int = CHUNK  # tokens whose logits exist at a time
 
     def __post_init__(self) -> None:
         if self.z_loss < 0:
             raise ValueError(f"z_loss must be 0 (off) or more, got {self.z_loss}")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
-        if self.chunk < 1:
-            raise ValueError(f"loss chunk must be at least 1 token, got {self.chunk}")
+        if self.loss_chunk < 1:
+            raise ValueError(f"loss_chunk must be at least 1 token, got {self.loss_chunk}")
 
 
 def cross_entropy_sums(
@@ -125,7 +125,7 @@ def chunked_cross_entropy(
     """The summed loss without gradients, a chunk of tokens at a time; for evaluation."""
     args = args or LossArgs()
     total = mx.array(0.0)
-    for rows in _chunks(hidden.shape[0], args.chunk):
+    for rows in _chunks(hidden.shape[0], args.loss_chunk):
         total = total + cross_entropy_sums(head(hidden[rows]), targets[rows], mask[rows], args)
     return total
 
@@ -239,7 +239,7 @@ def _loss_and_gradients(
     total = mx.array(0.0)
     weight_gradient = mx.zeros(weight.shape if head_trains else (1,), mx.float32)
     gradients: list[mx.array] = []
-    for rows in _chunks(hidden.shape[0], args.chunk):
+    for rows in _chunks(hidden.shape[0], args.loss_chunk):
         part = hidden[rows]
         if gradients:  # one chunk after the other, or all logits would be alive at once
             done = [gradients[-1], weight_gradient] if head_trains else [gradients[-1]]
@@ -284,7 +284,7 @@ def _checkpointed(
 
         return nn.utils.checkpoint(head, loss)(hidden[rows])
 
-    return mx.stack([part(rows) for rows in _chunks(hidden.shape[0], args.chunk)]).sum()
+    return mx.stack([part(rows) for rows in _chunks(hidden.shape[0], args.loss_chunk)]).sum()
 
 
 def _logits_of(head: nn.Module) -> Head:

@@ -29,7 +29,7 @@ def language_model_loss(args: LossArgs | None = None) -> LossFn:
         (model, batch) -> summed loss and number of targets.
     """
     settings = args or LossArgs()
-    plain = LossArgs(chunk=settings.chunk)
+    plain = LossArgs(loss_chunk=settings.loss_chunk)
 
     def loss(model: Model, batch: Batch) -> tuple[mx.array, mx.array]:
         hidden = model.transformer(batch.tokens, mask=batch.attention_mask())

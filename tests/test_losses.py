@@ -86,7 +86,7 @@ def test_fused_loss_and_gradients_equal_the_materialised_ones(
     chunk: int, args: dict[str, float]
 ) -> None:
     hidden, table, targets, mask = _random(chunk, n=13, d=6, v=11)
-    settings = LossArgs(chunk=chunk, **args)
+    settings = LossArgs(loss_chunk=chunk, **args)
 
     def fused(hidden: mx.array, weight: mx.array) -> mx.array:
         head = nn.Embedding(11, 6)
@@ -118,7 +118,7 @@ def test_the_fused_loss_takes_quantised_frozen_and_adapted_heads() -> None:
 
         def fused(hidden: mx.array, head: Any = head) -> mx.array:
             return fused_cross_entropy(
-                hidden, head, targets, mask, LossArgs(chunk=4), head_trains=False
+                hidden, head, targets, mask, LossArgs(loss_chunk=4), head_trains=False
             )
 
         def plain(hidden: mx.array, logits: Any = logits) -> mx.array:
@@ -131,7 +131,7 @@ def test_the_fused_loss_takes_quantised_frozen_and_adapted_heads() -> None:
 
 def test_evaluation_loss_equals_the_training_loss() -> None:
     hidden, table, targets, mask = _random(2, n=10, d=4, v=7)
-    args = LossArgs(z_loss=1e-3, chunk=3)
+    args = LossArgs(z_loss=1e-3, loss_chunk=3)
     assert chunked_cross_entropy(
         hidden, lambda h: h @ table.T, targets, mask, args
     ).item() == pytest.approx(
@@ -192,7 +192,7 @@ def test_an_adapted_head_gets_its_gradient_through_the_recomputed_loss() -> None
     head = nn.Sequential(nn.Linear(8, 7, bias=False), nn.Tanh())
 
     def fused(head: nn.Module) -> mx.array:
-        return fused_cross_entropy(hidden, head, targets, mask, LossArgs(chunk=4), head_trains=True)
+        return fused_cross_entropy(hidden, head, targets, mask, LossArgs(loss_chunk=4), head_trains=True)
 
     def plain(head: nn.Module) -> mx.array:
         return cross_entropy_sums(head(hidden), targets, mask)
@@ -214,7 +214,7 @@ def test_unshifted_mask_is_refused_with_both_shapes() -> None:
     [
         ({"z_loss": -1.0}, "z_loss must be 0"),
         ({"label_smoothing": 1.0}, "label_smoothing must be in"),
-        ({"chunk": 0}, "chunk must be at least 1"),
+        ({"loss_chunk": 0}, "loss_chunk must be at least 1"),
     ],
 )
 def test_bad_loss_settings_are_refused(settings: dict[str, Any], words: str) -> None:

@@ -85,7 +85,7 @@ def test_apples_training_run_is_reproduced(
             iters=scheduler["max_iterations"],
             corenet_rounding=True,
         ),
-        loss=LossArgs(z_loss=1e-4, corenet_z_loss=True, chunk=16),
+        loss=LossArgs(z_loss=1e-4, corenet_z_loss=True, loss_chunk=16),
         args=TrainArgs(
             grad_accumulation_steps=accumulation,
             max_grad_norm=optim["grad_clip"],
@@ -122,7 +122,7 @@ def test_gradients_equal_apples(golden: Golden) -> None:
 
     from openelm_mlx.replay import replayed_batch
 
-    loss = language_model_loss(LossArgs(z_loss=1e-4, chunk=24))
+    loss = language_model_loss(LossArgs(z_loss=1e-4, loss_chunk=24))
     data = replayed_batch(batch["samples"], batch["targets"], facts["padding_index"])
 
     def mean(model: Any) -> mx.array:
