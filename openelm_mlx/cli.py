@@ -20,6 +20,8 @@ COMMANDS: dict[str, Route] = {
     "generate": ("openelm_mlx.generate", "", "continue a prompt, or a file of prompts"),
     "chat": ("openelm_mlx.chat", "", "talk to an Instruct model"),
     "serve": ("openelm_mlx.serve", "", "OpenAI-compatible server (mlx_lm's) on a model folder"),
+    "pretrain": ("openelm_mlx.pretrain", "", "train a model from scratch on text"),
+    "dpo": ("openelm_mlx.dpo", "", "tune a model on pairs of a better and a worse answer"),
     "fuse": ("openelm_mlx.fuse", "", "fold adapters into their model"),
     "average": ("convert.average", "average", "average checkpoints, as CoreNet does"),
     "info": ("openelm_mlx.info", "", "layers, widths, parameters, bytes, and where a folder runs"),

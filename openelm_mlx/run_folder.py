@@ -1,9 +1,11 @@
 """The folder and the plan of a training run: what all stages check, say and leave behind."""
 
+import argparse
 import logging
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,14 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from openelm_mlx.atomic import refuse_existing_folder
+from openelm_mlx.checkpoint import save_model
 from openelm_mlx.config import ModelArgs
 from openelm_mlx.memory import training_memory
-from openelm_mlx.metrics import read_metrics
+from openelm_mlx.metrics import WandbReporter, read_metrics
+from openelm_mlx.model import Model
 from openelm_mlx.plots import try_plot_losses
 from openelm_mlx.recipe import render_settings
+from openelm_mlx.tokenizer import Tokenizer
 from openelm_mlx.trainer import Outcome
 
 logger = logging.getLogger(__name__)
@@ -53,6 +58,49 @@ def prepare_run_folder(output: str | Path, *, resume: bool, overwrite: bool) -> 
             shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that every training command has beside its settings."""
+    add = parser.add_argument
+    add("--recipe", metavar="R", help="YAML file, or a recipe of the package; flags win over it")
+    add("--output", required=True, metavar="DIR", help="folder of the run")
+    add("--resume", action="store_true", help="continue the run in DIR from its newest state")
+    add("--overwrite", action="store_true", help="throw away the run that is in DIR")
+    add("--dry-run", action="store_true", help="show the plan and the first samples, then stop")
+    add("--report-to", choices=["wandb"], help="send metrics to Weights & Biases too")
+    add("--project", default="openelm-mlx", metavar="P", help="name of the project there")
+
+
+def reporters(args: argparse.Namespace, settings: Mapping[str, Any]) -> list[WandbReporter]:
+    """What else the metrics go to, as the flags say."""
+    return [WandbReporter(args.project, settings)] if args.report_to == "wandb" else []
+
+
+def save_model_into(
+    folder: Path,
+    model: Model,
+    *,
+    tokenizer: Tokenizer | None,
+    instruct: bool = False,
+    provenance: Mapping[str, Any] | None = None,
+) -> None:
+    """Put a complete model folder's files into a run's folder, each replaced whole.
+
+    Args:
+        folder: of the run.
+        model: to save.
+        tokenizer: saved beside it.
+        instruct: with the chat template.
+        provenance: for ``openelm.json``.
+    """
+    with tempfile.TemporaryDirectory(prefix=".model-", dir=folder) as temporary:
+        made = Path(temporary) / "model"
+        save_model(model, made, tokenizer=tokenizer, instruct=instruct, provenance=provenance)
+        for stale in folder.glob("model*.safetensors*"):
+            stale.unlink()
+        for file in made.iterdir():
+            os.replace(file, folder / file.name)
 
 
 def plan_text(
