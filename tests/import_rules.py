@@ -18,29 +18,29 @@ PACKAGES = ("openelm_mlx", "convert")
 # A module may import modules of the rows above its own. Names without a dot are openelm_mlx's.
 LAYERS = {
     "foundation": "atomic blas",
-    "0": """cache chat_template config config_check detokenizer distributed doctor graph_count hub
-        interrupts losses training_args
-        mismatch optim plots recipe recipe_flags recipe_values sampling scaling sentencepiece_json text_files
-        tokenizer tokenizer_backends tokenizer_codec tokenizer_files tokenizer_search
-        convert.dtypes convert.licence convert.names
-        convert.pt_archive convert.pt_containers convert.pt_dtypes convert.pt_file
-        convert.pt_globals convert.pt_numpy convert.pt_tensor convert.pt_unpickler
-        convert.pt_writer
-        convert.mil_package convert.mil_ops convert.mil_eval""",
+    "0": """cache chat_template config config_check detokenizer distributed doctor graph_count
+        hub interrupts losses mismatch optim plots recipe recipe_flags recipe_values
+        sampling scaling sentencepiece_json text_files tokenizer tokenizer_backends
+        tokenizer_codec tokenizer_files tokenizer_search training_args
+        convert.dtypes convert.licence convert.mil_eval convert.mil_ops convert.mil_package
+        convert.names convert.pt_archive convert.pt_containers convert.pt_dtypes
+        convert.pt_file convert.pt_globals convert.pt_numpy convert.pt_tensor
+        convert.pt_unpickler convert.pt_writer""",
     "1": "batches compatibility data memory model packing weight_files",
     "2": "adapter_args adapter_embeddings adapter_files adapter_fuse adapter_layers fitting lora",
     "3": "checkpoint objectives training_state",
-    "4": """decoding preference proposals run_folder speculative metrics replay trainer training_step validation
-        convert.adapter_merge convert.average
-        convert.corenet convert.corenet_checkpoint convert.corenet_config convert.corenet_lora
-        convert.corenet_reader convert.corenet_rows convert.corenet_writer
-        convert.huggingface convert.huggingface_config
-        convert.peft convert.peft_adapters convert.peft_config convert.peft_tensors
-        convert.quantize convert.quantize_check convert.quantize_plan convert.source
-        convert.coreml convert.coreml_graph convert.coreml_weights convert.coreml_verify
-        convert.coreai convert.coreai_api convert.coreai_verify""",
-    "5": """batch batch_file chat dpo evaluate finetune fuse fuse_report generate generation_settings info pretrain
-        serve server""",
+    "4": """decoding metrics preference proposals replay run_folder speculative trainer
+        training_step validation
+        convert.adapter_merge convert.average convert.coreai convert.coreai_api
+        convert.coreai_verify convert.coreml convert.coreml_graph convert.coreml_verify
+        convert.coreml_weights convert.corenet convert.corenet_checkpoint
+        convert.corenet_config convert.corenet_lora convert.corenet_reader
+        convert.corenet_rows convert.corenet_writer convert.huggingface
+        convert.huggingface_config convert.peft convert.peft_adapters convert.peft_config
+        convert.peft_tensors convert.quantize convert.quantize_check convert.quantize_plan
+        convert.source""",
+    "5": """batch batch_file chat dpo evaluate finetune fuse fuse_report generate
+        generation_settings info pretrain serve server""",
     "6": "bench bench_cases check_release demo",
     "7": "cli convert.cli",
 }

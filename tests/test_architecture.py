@@ -149,10 +149,8 @@ def test_public_names_stand_in_the_modules_they_point_to() -> None:
 def test_package_data_is_found_through_importlib() -> None:
     root = files("openelm_mlx")
     assert root.joinpath("py.typed").is_file()
-    if not root.joinpath("recipes").is_dir():
-        pytest.skip("no recipes are written yet")
     recipes = sorted(p.name for p in root.joinpath("recipes").iterdir() if p.name.endswith(".yaml"))
-    assert "pretrain_270m.yaml" in recipes
+    assert recipes
     for name in recipes:
         settings = yaml.safe_load(root.joinpath("recipes", name).read_text(encoding="utf-8"))
         assert isinstance(settings, dict), name
