@@ -45,11 +45,33 @@ class Batch:
         return (same & causal)[:, None]
 
 
+def stand_in(like: Batch | None) -> Batch:
+    """What a rank computes on, and throws away, while it has no rows and others do.
+
+    Args:
+        like: a batch with the fields and the length wanted; None for 2 tokens and no more fields.
+
+    Returns:
+        Two rows (one pair, for preference tuning) of id 0 that all count, so nothing divides by 0.
+    """
+    length = max(2, like.tokens.shape[1]) if like is not None else 2
+    zeros = mx.zeros((2, length), mx.int32)
+    return Batch(
+        tokens=zeros,
+        targets=zeros,
+        mask=mx.ones((2, length)),
+        segments=None if like is None or like.segments is None else zeros,
+        reference=None if like is None or like.reference is None else mx.zeros((2,)),
+    )
+
+
 class Batches(Protocol):
     """An endless or finite stream of batches whose position can be saved.
 
     A source yields *this rank's rows* of each global batch, so that the order of samples does not
-    depend on how many ranks there are and a run can resume with another number of them.
+    depend on how many ranks there are and a run can resume with another number of them. Where a
+    small last batch has fewer rows than there are ranks, some get a batch of shape (0, L), or
+    none: the run goes on until all sources have ended.
     """
 
     def __iter__(self) -> Iterator[Batch]:

@@ -15,17 +15,30 @@ import mlx.core as mx
 import mlx.optimizers as mlx_optim
 
 from openelm_mlx.batches import Batch, Batches
-from openelm_mlx.distributed import Watchdog, any_rank, world
+from openelm_mlx.distributed import (
+    any_rank,
+    attempt,
+    backend_name,
+    fail_together,
+    lost_rank,
+    max_over_ranks,
+    texts_of_ranks,
+    together,
+    world,
+)
 from openelm_mlx.interrupts import NotedSignals
 from openelm_mlx.metrics import MetricsLog, Progress
 from openelm_mlx.model import Model
 from openelm_mlx.objectives import LossFn
 from openelm_mlx.optim import ScheduleArgs
+from openelm_mlx.rank_checks import check_equal_runs
 from openelm_mlx.replay import replay as replay
+from openelm_mlx.sharding import check_fully_shard, join_layers, shard_layers
 from openelm_mlx.training_args import TrainArgs as TrainArgs
 from openelm_mlx.training_state import TrainState, load_latest, save_best, save_state
 from openelm_mlx.training_step import StepResult, TrainStep, set_grad_checkpoint
 from openelm_mlx.validation import at_most, evaluate
+from openelm_mlx.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -73,40 +86,29 @@ def train(
         state: where to begin; None at the start, or from ``run_folder`` with ``resume``.
         schedule: learning rate of each update, and their number.
         validation: called for fresh batches at each validation; None does not validate.
-        run_folder: for states, metrics and the best weights; None writes nothing.
+        run_folder: for states, metrics and the best weights, which rank 0 writes; None writes
+            nothing.
         resume: continue from the newest whole state in ``run_folder``; without one start anew.
         settings: kept with each state.
         reporters: more objects with ``write(line)`` and ``close()``.
 
     Returns:
         The last state and why it is the last. "interrupted" means that Ctrl-C or SIGTERM was seen,
-        the step finished and the state saved.
+        on any rank, the step finished and the state saved.
 
     Raises:
         NonFiniteError: at the first loss or gradient that is no finite number; the weights are
             those before it, and the last state on disk is untouched.
+        RankError: if another rank failed or was lost.
+        ValueError: if the ranks cannot be joined, train different things, or ``fully_shard`` is
+            not possible.
     """
+    group = world(args.backend)
+    if args.fully_shard:
+        check_fully_shard(model, optimizer, backend_name(), group.size())
     mx.random.seed(args.seed)
     model.train()
     set_grad_checkpoint(model, args.grad_checkpoint)
-    group = world()
-    step = TrainStep(
-        model,
-        optimizer,
-        loss_fn,
-        max_grad_norm=args.max_grad_norm,
-        group=group,
-        compiled=mx.default_device().type == mx.gpu if args.compile is None else args.compile,
-        sum_of_means=args.corenet_accumulation,
-    )
-    restored = None
-    if resume and run_folder is not None:
-        restored = load_latest(run_folder, model, optimizer)
-        if restored is None:
-            logger.warning("%s holds no state to resume from: starting anew", run_folder)
-    if restored is not None:
-        state = restored[0]
-        batches.load_state_dict(state.data)
     run = _Run(
         model=model,
         optimizer=optimizer,
@@ -116,6 +118,7 @@ def train(
         schedule=schedule,
         state=replace(state) if state is not None else TrainState(),
         validation=validation,
+        keeps=run_folder is not None,
         folder=run_folder if group.rank() == 0 else None,
         group=group,
         settings=settings,
@@ -123,7 +126,15 @@ def train(
     )
     try:
         with Watchdog(args.stall_timeout if group.size() > 1 else 0, group.rank()) as watchdog:
-            return run.loop(step, watchdog)
+            step = run.prepare(watchdog)
+            if resume and run_folder is not None:
+                run.restore(run_folder)
+            outcome = run.loop(step, watchdog)
+            join_layers(model, group)
+            return outcome
+    except RuntimeError as error:
+        lost = lost_rank(error)
+        raise lost or error from error
     finally:
         set_grad_checkpoint(model, "none")
         model.eval()
@@ -141,11 +152,39 @@ class _Run:
     schedule: ScheduleArgs
     state: TrainState
     validation: Callable[[], Iterable[Batch]] | None
+    keeps: bool  # whether states are written at all
     folder: Path | None  # None on ranks other than 0
     group: mx.distributed.Group
     settings: Mapping[str, Any] | None
     reporters: Sequence[Any]
     _stop: list[int] = field(default_factory=list)  # signals seen
+
+    def prepare(self, watchdog: Watchdog) -> TrainStep:
+        """Make sure that all ranks begin alike, cut the layers where asked for, and compile."""
+        args = self.args
+        check_equal_runs(self.model, (args, self.schedule), self.group)
+        if args.fully_shard:
+            shard_layers(self.model, self.group)
+        on_gpu = mx.default_device().type == mx.gpu and not args.fully_shard
+        return TrainStep(
+            self.model,
+            self.optimizer,
+            self.loss_fn,
+            max_grad_norm=args.max_grad_norm,
+            group=self.group,
+            compiled=on_gpu if args.compile is None else args.compile,
+            sum_of_means=args.corenet_accumulation,
+            alive=watchdog.alive,
+        )
+
+    def restore(self, folder: Path) -> None:
+        """Continue from rank 0's newest state, if there is one."""
+        restored = load_latest(folder, self.model, self.optimizer)
+        if restored is not None:
+            self.state = state = restored[0]
+            together(lambda: self.batches.load_state_dict(state.data), self.group)
+        elif self.group.rank() == 0:
+            logger.warning("%s holds no state to resume from: starting anew", folder)
 
     def loop(self, step: TrainStep, watchdog: Watchdog) -> Outcome:
         state, args = self.state, self.args
@@ -156,9 +195,9 @@ class _Run:
         try:
             with NotedSignals(self._stop):
                 while state.step < self.schedule.iters:
-                    micro = self._take(args.grad_accumulation_steps)
-                    if not micro:
-                        reason = "data"
+                    micro, stopped = self._take(args.grad_accumulation_steps)
+                    if stopped or not micro:
+                        reason = "interrupted" if stopped else "data"
                         break
                     line = self._step(step, micro)
                     watchdog.alive()
@@ -166,19 +205,16 @@ class _Run:
                     for sink in sinks:
                         sink.write(line)
                     if self._due(args.steps_per_eval):
-                        self._validate(sinks, progress)
-                        watchdog.alive()
+                        self._validate(sinks, progress, watchdog)
                     if self._due(args.save_every):
                         self._save()
                         saved_at = state.step
-                    if any_rank(bool(self._stop), self.group):
-                        reason = "interrupted"
-                        break
+                        watchdog.alive()
                     if args.early_stopping and state.stale_evals >= args.early_stopping:
                         reason = "early"
                         break
             if reason != "interrupted" and not self._due(args.steps_per_eval):
-                self._validate(sinks, progress)
+                self._validate(sinks, progress, watchdog)
             if saved_at != state.step or reason == "early":
                 self._save()
         finally:
@@ -187,11 +223,21 @@ class _Run:
                 sink.close()
         return Outcome(state=state, reason=reason)
 
-    def _take(self, count: int) -> list[Batch]:
-        """The micro-batches of one update; fewer where a finite source ends."""
-        return list(at_most(self.batches, count))
+    def _take(self, count: int) -> tuple[list[Batch | None], bool]:
+        """The micro-batches of one update, and whether any rank was told to stop.
 
-    def _step(self, step: TrainStep, micro: list[Batch]) -> dict[str, Any]:
+        Fewer where a finite source ends; as many as on the rank that has most, filled with None.
+        """
+        taken, error = attempt(lambda: list(at_most(self.batches, count)))
+        micro: list[Batch | None] = [*(taken or ())]
+        failed, most, stopped = max_over_ranks(
+            [error is not None, len(micro), bool(self._stop)], self.group
+        )
+        if failed:
+            fail_together(error, self.group)
+        return micro + [None] * (most - len(micro)), bool(stopped)
+
+    def _step(self, step: TrainStep, micro: list[Batch | None]) -> dict[str, Any]:
         state = self.state
         rate = self.schedule.at(state.step)
         start = time.perf_counter()
@@ -215,20 +261,29 @@ class _Run:
             "peak_memory_gb": mx.get_peak_memory() / 1e9,
         }
 
-    def _not_finite(self, result: StepResult, micro: list[Batch]) -> str:
-        samples = [name for batch in micro for name in batch.samples]
-        shown = ", ".join(samples[:8]) + (f" and {len(samples) - 8} more" if samples[8:] else "")
+    def _not_finite(self, result: StepResult, micro: list[Batch | None]) -> str:
+        """The message, the same on all ranks: samples of the micro-batches whose loss is at fault.
+
+        All samples where no loss alone is: the gradient then is.
+        """
+        pairs = list(zip(micro, result.micro_losses, strict=True))
+        bad = [batch for batch, loss in pairs if not abs(loss) < float("inf")]
+        faulty = any_rank(bool(bad), self.group)
+        samples = [name for batch in (bad if faulty else micro) if batch for name in batch.samples]
+        own = ", ".join(samples[:8]) + (f" and {len(samples) - 8} more" if samples[8:] else "")
+        shown = "; ".join(text for text in texts_of_ranks(own, self.group) if text)
         return (
             f"step {self.state.step + 1}: loss {result.loss}, gradient norm {result.grad_norm} "
             f"are not finite; samples: {shown or 'unnamed'}. The last saved state is intact: lower "
             "the learning rate or look at these samples, then --resume"
         )
 
-    def _validate(self, sinks: list[Any], progress: Progress) -> None:
+    def _validate(self, sinks: list[Any], progress: Progress, watchdog: Watchdog) -> None:
         if self.validation is None:
             return
+        batches = together(self.validation, self.group)
         loss, tokens = evaluate(
-            self.model, self.validation(), self.loss_fn, self.args.val_batches, self.group
+            self.model, batches, self.loss_fn, self.args.val_batches, self.group, watchdog.alive
         )
         state = self.state
         line = {"step": state.step, "val_loss": loss, "val_tokens": tokens}
@@ -237,21 +292,24 @@ class _Run:
         progress.say(f"step {state.step}: validation loss {loss:.4f}")
         if state.best_loss is None or loss < state.best_loss:
             state.best_loss, state.best_step, state.stale_evals = loss, state.step, 0
-            if self.folder is not None:
-                save_best(self.folder, state, self.model)
+            if self.keeps:
+                together(lambda: save_best(self.folder, state, self.model), self.group)
         else:
             state.stale_evals += 1
 
     def _save(self) -> None:
-        if self.folder is not None:
-            save_state(
-                self.folder,
-                self.state,
-                self.model,
-                self.optimizer,
-                keep=self.args.keep_states,
-                settings=self.settings,
-            )
+        if self.keeps:
+            together(self._write_state, self.group)
+
+    def _write_state(self) -> None:
+        save_state(
+            self.folder,
+            self.state,
+            self.model,
+            self.optimizer,
+            keep=self.args.keep_states,
+            settings=self.settings,
+        )
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.state.step > 0 and self.state.step % every == 0

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from openelm_mlx.distributed import BACKENDS
+
 CHECKPOINT_MODES = ("none", "attention", "layer")
 
 
@@ -25,7 +27,11 @@ class TrainArgs:
     compile: bool | None = None  # None: on a GPU
     corenet_accumulation: bool = False  # add the means of micro-batches, as CoreNet does
     early_stopping: int = 0  # stop after so many validations without a better one; 0 never
-    stall_timeout: float = 600.0  # seconds without a step that end a run on several ranks
+    backend: str = "any"  # joins ranks: ring, mpi, nccl, jaccl; any is what launched them
+    fully_shard: bool = False  # a piece of each layer on each rank; needs nccl or jaccl
+    stall_timeout: float = (
+        600.0  # seconds without progress that end a run on several ranks; 0 never
+    )
 
     def __post_init__(self) -> None:
         problems = [
@@ -43,5 +49,7 @@ class TrainArgs:
                 f"grad_checkpoint {self.grad_checkpoint!r} is not one of "
                 + ", ".join(CHECKPOINT_MODES)
             )
+        if self.backend not in BACKENDS:
+            problems.append(f"backend {self.backend!r} is not one of {', '.join(BACKENDS)}")
         if problems:
             raise ValueError("training: " + "; ".join(problems))

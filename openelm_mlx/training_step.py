@@ -1,21 +1,23 @@
 """One update: gradients of sums over micro-batches and ranks, divided once, clipped, applied.
 
-Knows the model, an optimizer and one loss; not where batches come from or what is written.
+Knows the model, an optimizer and one loss; not where batches come from or what is written. A rank
+without rows takes part in every sum, as the others would wait for it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as mlx_optim
-from mlx.utils import tree_map, tree_reduce
+from mlx.utils import tree_map
 
-from openelm_mlx.batches import Batch
-from openelm_mlx.distributed import sum_gradients, sum_scalars
+from openelm_mlx.batches import Batch, stand_in
+from openelm_mlx.distributed import sum_scalars
 from openelm_mlx.model import Model
 from openelm_mlx.objectives import LossFn
+from openelm_mlx.sharding import add_gradients, global_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,7 @@ class TrainStep:
         group: ranks to add over.
         compiled: run gradient and update under ``mx.compile``; each new batch shape traces again.
         sum_of_means: CoreNet's accumulation: add the micro-batches' *means* and divide by nothing.
+        alive: called after each micro-batch.
     """
 
     def __init__(
@@ -62,9 +65,12 @@ class TrainStep:
         group: mx.distributed.Group,
         compiled: bool = False,
         sum_of_means: bool = False,
+        alive: Callable[[], None] | None = None,
     ) -> None:
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
         self._max_norm, self._group, self._sum_of_means = max_grad_norm, group, sum_of_means
+        self._alive = alive
+        self._like: Batch | None = None  # the last batch, for one that stands in for none
         optimizer.init(model.trainable_parameters())
         random: Any = mx.random.state
         mx.eval(model.parameters(), optimizer.state, random)
@@ -76,11 +82,12 @@ class TrainStep:
             state = [model.state, optimizer.state]
             self._update = mx.compile(self._apply, inputs=state, outputs=state)
 
-    def __call__(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
+    def __call__(self, batches: Sequence[Batch | None], learning_rate: float) -> StepResult:
         """Make one update from this rank's micro-batches.
 
         Args:
-            batches: at least one; their gradients are added.
+            batches: at least one, on all ranks as many; their gradients are added. None, or a batch
+                without rows, where only other ranks have one.
             learning_rate: of this update.
 
         Returns:
@@ -89,16 +96,21 @@ class TrainStep:
         gradients: Any = None
         sums: list[mx.array] = []
         for batch in batches:
-            part, values = self._gradients(_arrays(batch))
+            self._like = batch or self._like
+            idle = batch is None or batch.tokens.shape[0] == 0
+            arrays = _arrays(stand_in(self._like) if idle or batch is None else batch)
+            part, values = self._gradients(arrays, idle)
             gradients = part if gradients is None else tree_map(_add_in_float32, gradients, part)
             sums.append(values)
             mx.eval(gradients, values)  # one micro-batch's activations at a time
+            if self._alive is not None:
+                self._alive()
         micro = mx.stack(sums)  # (k, 2 + metrics)
         total = sum_scalars(micro.sum(axis=0), self._group)
-        gradients = sum_gradients(gradients, self._group)
+        gradients = add_gradients(gradients, self._group)
         count = mx.array(1.0) if self._sum_of_means else total[1]
         gradients = tree_map(lambda g: g / mx.maximum(count, 1).astype(g.dtype), gradients)
-        norm = _global_norm(gradients)
+        norm = global_norm(gradients, self._group)
         mx.eval(gradients, norm, total, micro)
         return self._finish(gradients, norm, total, micro, learning_rate)
 
@@ -133,8 +145,8 @@ class TrainStep:
 
     _metric_names: tuple[str, ...] = ()
 
-    def _micro(self, arrays: dict[str, Any]) -> tuple[Any, mx.array]:
-        """Gradients of the summed loss, and (sum, n, more sums...)."""
+    def _micro(self, arrays: dict[str, Any], idle: bool = False) -> tuple[Any, mx.array]:
+        """Gradients of the summed loss, and (sum, n, more sums...); all 0 where ``idle``."""
         batch = Batch(**arrays)
 
         def loss(model: Model, batch: Batch) -> tuple[mx.array, mx.array]:
@@ -145,7 +157,7 @@ class TrainStep:
             values = mx.stack([v.astype(mx.float32) for v in (total, n, *more.values())])
             if self._sum_of_means:
                 total = total / mx.maximum(n, 1)
-            return total, values
+            return (total * 0, values * 0) if idle else (total, values)
 
         (_, values), gradients = nn.value_and_grad(self._model, loss)(self._model, batch)
         return gradients, values
@@ -166,13 +178,6 @@ def _arrays(batch: Batch) -> dict[str, mx.array]:
 
 def _add_in_float32(a: mx.array, b: mx.array) -> mx.array:
     return a.astype(mx.float32) + b.astype(mx.float32)
-
-
-def _global_norm(gradients: Any) -> mx.array:
-    squares = tree_reduce(
-        lambda total, g: total + mx.square(g.astype(mx.float32)).sum(), gradients, mx.array(0.0)
-    )
-    return mx.sqrt(squares)
 
 
 def set_grad_checkpoint(model: Model, mode: str) -> None:

@@ -21,13 +21,14 @@ LAYERS = {
     "0": """cache chat_template config config_check detokenizer distributed doctor graph_count
         hub interrupts losses mismatch optim plots recipe recipe_flags recipe_values
         sampling scaling sentencepiece_json text_files tokenizer tokenizer_backends
-        tokenizer_codec tokenizer_files tokenizer_search training_args
+        tokenizer_codec tokenizer_files tokenizer_search watchdog
         convert.dtypes convert.licence convert.mil_eval convert.mil_ops convert.mil_package
         convert.names convert.pt_archive convert.pt_containers convert.pt_dtypes
         convert.pt_file convert.pt_globals convert.pt_numpy convert.pt_tensor
         convert.pt_unpickler convert.pt_writer""",
-    "1": "batches compatibility data memory model packing weight_files",
-    "2": "adapter_args adapter_embeddings adapter_files adapter_fuse adapter_layers fitting lora",
+    "1": "batches compatibility data memory model packing training_args weight_files",
+    "2": """adapter_args adapter_embeddings adapter_files adapter_fuse adapter_layers fitting lora
+        rank_checks sharding""",
     "3": "checkpoint objectives training_state",
     "4": """decoding metrics preference proposals replay run_folder speculative trainer
         training_step validation
