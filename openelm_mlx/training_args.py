@@ -1,6 +1,6 @@
 """Settings of the training loop."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from openelm_mlx.distributed import BACKENDS
 
@@ -23,15 +23,15 @@ class TrainArgs:
     val_batches: int = 25  # of a validation; -1 takes all
     save_every: int = 200  # updates between states; 0 saves at the end only
     keep_states: int = 2
-    grad_checkpoint: str = "none"  # recompute "attention" or the whole "layer" going backward
+    # recompute "attention" or the whole "layer" going backward; true is "layer"
+    grad_checkpoint: str = field(default="none", metadata={"words": {True: "layer", False: "none"}})
     compile: bool | None = None  # None: on a GPU
     corenet_accumulation: bool = False  # add the means of micro-batches, as CoreNet does
     early_stopping: int = 0  # stop after so many validations without a better one; 0 never
     backend: str = "any"  # joins ranks: ring, mpi, nccl, jaccl; any is what launched them
     fully_shard: bool = False  # a piece of each layer on each rank; needs nccl or jaccl
-    stall_timeout: float = (
-        600.0  # seconds without progress that end a run on several ranks; 0 never
-    )
+    # seconds without progress that end a run on several ranks; 0 never
+    stall_timeout: float = 600.0
 
     def __post_init__(self) -> None:
         problems = [
