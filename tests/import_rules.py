@@ -18,15 +18,17 @@ PACKAGES = ("openelm_mlx", "convert")
 # A module may import modules of the rows above its own. Names without a dot are openelm_mlx's.
 LAYERS = {
     "foundation": "atomic blas",
-    "0": """cache chat_template config config_check detokenizer distributed doctor graph_count
-        hub interrupts losses mismatch optim plots recipe recipe_flags recipe_values
-        sampling scaling sentencepiece_json text_files tokenizer tokenizer_backends
-        tokenizer_codec tokenizer_files tokenizer_search watchdog
+    "0": """cache chat_template compressed config config_check detokenizer distributed doctor
+        document_stream graph_count hub interrupts losses mismatch optim plots recipe
+        recipe_flags recipe_values sampling scaling sentencepiece_json text_files
+        text_filters text_formats tokenizer tokenizer_backends tokenizer_codec
+        tokenizer_files tokenizer_search watchdog
         convert.dtypes convert.licence convert.mil_eval convert.mil_ops convert.mil_package
         convert.names convert.pt_archive convert.pt_containers convert.pt_dtypes
         convert.pt_file convert.pt_globals convert.pt_numpy convert.pt_tensor
         convert.pt_unpickler convert.pt_writer""",
-    "1": "batches compatibility data memory model packing training_args weight_files",
+    "1": """batches compatibility data data_corenet data_encoding data_sources memory model packing
+        packing_plan training_args weight_files""",
     "2": """adapter_args adapter_embeddings adapter_files adapter_fuse adapter_layers fitting lora
         rank_checks sharding""",
     "3": "checkpoint objectives training_state",
@@ -51,7 +53,8 @@ FAMILIES = (
     "config config_check scaling",
     "adapter_* lora",
     "recipe*",
-    "data packing",
+    "batches data* packing*",
+    "compressed document_stream text_*",
     "decoding proposals speculative",
     "metrics replay run_folder trainer training_step validation",
     "batch* chat generate generation_settings serve server",
