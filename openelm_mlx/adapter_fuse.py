@@ -117,6 +117,7 @@ def _untie(model: Model) -> None:
 
 
 def dequantize_model(model: Model, dtype: mx.Dtype) -> None:
+    """Replace quantised layers by plain ones of ``dtype``, in place; ``model.args`` follows."""
     for path in module_paths(model):
         layer = get_module(model, path)
         if is_quantized(layer):
