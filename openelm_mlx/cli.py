@@ -48,9 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for package in ("openelm_mlx", "convert"):
         logging.getLogger(package).setLevel(logging.INFO)
     try:
-        return run_route("openelm", COMMANDS, arguments, description=__doc__)
-    except SystemExit as exit_:
-        return exit_.code if isinstance(exit_.code, int) else 1
+        return _run(arguments)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -64,6 +62,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     finally:
         logging.getLogger().removeHandler(handler)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """Run the command and flush, so that a reader who left shows here and not at exit."""
+    try:
+        code = run_route("openelm", COMMANDS, arguments, description=__doc__)
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else 1
+    sys.stdout.flush()
+    return code
 
 
 def run_route(
@@ -80,7 +88,9 @@ def run_route(
     Returns:
         The route's exit code.
     """
-    parser = Parser(prog=program, description=(description or "").partition("\n")[0])
+    parser = Parser(
+        prog=program, description=(description or "").partition("\n")[0].replace("`", "")
+    )
     if program == "openelm":
         parser.add_argument("--version", action="version", version=f"openelm-mlx {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")

@@ -18,8 +18,9 @@ class Outcome(NamedTuple):
 
     @property
     def error(self) -> str:
-        """The one line that a failed command writes; anything more fails the test."""
-        lines = [line for line in self.err.splitlines() if not line.startswith("info: ")]
+        """The one line of a failed command; more than that, notes aside, fails the test."""
+        notes = ("info: ", "warning: ")
+        lines = [line for line in self.err.splitlines() if not line.startswith(notes)]
         assert len(lines) == 1, self.err
         assert lines[0].startswith("error: ")
         assert self.code in (1, 2)
