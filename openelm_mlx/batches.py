@@ -97,14 +97,19 @@ class Prefetch:
     Args:
         source: used by the thread alone from here on.
         ahead: batches to keep ready.
+
+    Raises:
+        ValueError: if ``ahead`` is not at least 1.
     """
 
     def __init__(self, source: Batches, ahead: int = 2) -> None:
+        if ahead < 1:
+            raise ValueError(f"at least 1 batch must be kept ready, got {ahead}")
         self._source, self._ahead = source, ahead
         self._state = source.state_dict()
-        self._queue: Queue[Any] | None = None
-        self._stop = Event()
-        self._thread: Thread | None = None
+        self._worker: _Worker | None = None
+        self._moved = False  # whether the source may be ahead of the state
+        self._ended = False
 
     def __iter__(self) -> Iterator[Batch]:
         """The source itself."""
@@ -112,16 +117,20 @@ class Prefetch:
 
     def __next__(self) -> Batch:
         """The next batch; errors of the thread are raised here."""
-        if self._queue is None:
-            self._start()
-        queue: Any = self._queue
-        item = queue.get()
+        if self._ended:
+            raise StopIteration
+        if self._worker is None:
+            if self._moved:
+                self._source.load_state_dict(self._state)
+            self._moved = True
+            self._worker = _Worker(self._source, self._ahead)
+        item = self._worker.ready.get()
         if isinstance(item, BaseException):
             self.close()
+            self._ended = isinstance(item, StopIteration)
             raise item
         batch, self._state = item
-        taken: Batch = batch
-        return taken
+        return batch
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch that was taken, not the last one prepared."""
@@ -132,34 +141,51 @@ class Prefetch:
         self.close()
         self._source.load_state_dict(state)
         self._state = self._source.state_dict()
+        self._moved = self._ended = False
 
     def close(self) -> None:
-        """End the thread."""
-        self._stop.set()
-        while self._thread is not None and self._thread.is_alive():
-            if self._queue is not None and not self._queue.empty():
-                self._queue.get_nowait()
-            self._thread.join(timeout=0.01)
-        self._thread = self._queue = None
-        self._stop.clear()
+        """End the thread; a later batch is the one after the last that was taken."""
+        if self._worker is not None:
+            self._worker.end()
+            self._worker = None
 
-    def _start(self) -> None:
-        self._queue = Queue(maxsize=self._ahead)
-        self._thread = Thread(target=self._run, args=(self._queue,), daemon=True)
+    def __del__(self) -> None:
+        worker = getattr(self, "_worker", None)
+        if worker is not None:
+            worker.stop.set()
+
+
+class _Worker:
+    """A thread that fills a queue with batches and positions, or with the error that ends it.
+
+    It does not hold the :class:`Prefetch`, so that one that is forgotten ends it.
+    """
+
+    def __init__(self, source: Batches, ahead: int) -> None:
+        self.ready: Queue[tuple[Batch, dict[str, Any]] | BaseException] = Queue(maxsize=ahead)
+        self.stop = Event()
+        self._thread = Thread(target=_fill, args=(source, self.ready, self.stop), daemon=True)
         self._thread.start()
 
-    def _run(self, queue: "Queue[Any]") -> None:
-        try:
-            while not self._stop.is_set():
-                batch = next(self._source)
-                self._put(queue, (batch, self._source.state_dict()))
-        except BaseException as error:  # handed to the consumer, StopIteration included
-            self._put(queue, error)
+    def end(self) -> None:
+        """Stop and wait; the source is free then."""
+        self.stop.set()
+        self._thread.join()
 
-    def _put(self, queue: "Queue[Any]", item: Any) -> None:
-        while not self._stop.is_set():
+
+def _fill(source: Batches, ready: "Queue[Any]", stop: Event) -> None:
+    item: Any = None
+    while not stop.is_set() and not isinstance(item, BaseException):
+        try:
+            batch = next(source)
+            fields = (batch.tokens, batch.targets, batch.mask, batch.segments, batch.reference)
+            mx.eval(*(field for field in fields if field is not None))  # streams are a thread's own
+            item = batch, source.state_dict()
+        except BaseException as error:  # handed to the consumer, StopIteration included
+            item = error
+        while not stop.is_set():
             try:
-                queue.put(item, timeout=0.05)
-                return
+                ready.put(item, timeout=0.05)
+                break
             except Full:  # look whether to stop, then try again
                 continue

@@ -23,6 +23,7 @@ COMMANDS: dict[str, Route] = {
     "pretrain": ("openelm_mlx.pretrain", "", "train a model from scratch on text"),
     "dpo": ("openelm_mlx.dpo", "", "tune a model on pairs of a better and a worse answer"),
     "fuse": ("openelm_mlx.fuse", "", "fold adapters into their model"),
+    "tokenizer": ("openelm_mlx.tokenizer_training", "tokenizer", "train a SentencePiece tokenizer"),
     "average": ("convert.average", "average", "average checkpoints, as CoreNet does"),
     "info": ("openelm_mlx.info", "", "layers, widths, parameters, bytes, and where a folder runs"),
     "bench": ("openelm_mlx.bench", "", "speed and memory, side by side with mlx_lm"),

@@ -28,11 +28,12 @@ LAYERS = {
         convert.pt_file convert.pt_globals convert.pt_numpy convert.pt_tensor
         convert.pt_unpickler convert.pt_writer""",
     "1": """batches compatibility data data_corenet data_encoding data_sources memory model packing
-        packing_plan training_args weight_files""",
+        packing_plan training_args tuning_batches tuning_data tuning_files tuning_formats
+        tuning_lengths tuning_pairs tuning_tokens weight_files""",
     "2": """adapter_args adapter_embeddings adapter_files adapter_fuse adapter_layers fitting lora
         rank_checks sharding""",
-    "3": "checkpoint objectives training_state",
-    "4": """decoding metrics preference proposals replay run_folder speculative trainer
+    "3": "checkpoint objectives training_state tuning_settings",
+    "4": """decoding draft_model metrics preference proposals replay run_folder speculative trainer
         training_step validation
         convert.adapter_merge convert.average convert.coreai convert.coreai_api
         convert.coreai_verify convert.coreml convert.coreml_graph convert.coreml_verify
@@ -43,7 +44,8 @@ LAYERS = {
         convert.peft_tensors convert.quantize convert.quantize_check convert.quantize_plan
         convert.source""",
     "5": """batch batch_file chat dpo evaluate finetune fuse fuse_report generate
-        generation_settings info pretrain serve server""",
+        generation_settings info pretrain serve server tokenizer_training
+        server_generation""",
     "6": "bench bench_cases check_release demo",
     "7": "cli convert.cli",
 }
@@ -53,11 +55,11 @@ FAMILIES = (
     "config config_check scaling",
     "adapter_* lora",
     "recipe*",
-    "batches data* packing*",
+    "batches data* packing* tuning_*",
     "compressed document_stream text_*",
-    "decoding proposals speculative",
+    "decoding draft_model proposals speculative",
     "metrics replay run_folder trainer training_step validation",
-    "batch* chat generate generation_settings serve server",
+    "batch* chat generate generation_settings serve*",
     "bench bench_cases",
     "cli convert.cli",
     "convert.pt_*",
@@ -88,7 +90,7 @@ MLX_ALONE = "cache losses model optim sampling"  # no other third party
 # Exceptions, by pattern; `!` where a module-level import is allowed.
 ALSO = {
     "model": "mlx_lm",  # its attention, where a cache is quantised
-    "server": "mlx_lm!",  # itself imported only when a server is asked for
+    "server*": "mlx_lm!",  # themselves imported only when a server is asked for
     "convert.pt_*": "numpy!",
     "convert.mil_*": "numpy! coremltools",
     "convert.coreml*": "coremltools",
