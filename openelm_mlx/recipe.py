@@ -143,6 +143,23 @@ def chosen(namespace: argparse.Namespace, recipe: Recipe | None, key: str, *clas
     return known.default
 
 
+def pick_one(namespace: argparse.Namespace, recipe: Recipe | None, *names: str) -> str | None:
+    """Which of some keys that exclude each other counts: a flag's before the recipe's.
+
+    Returns:
+        Its name; None if none was given.
+
+    Raises:
+        ValueError: if two were given in the same place.
+    """
+    by_flag = [n for n in names if getattr(namespace, n, None) not in (None, UNSET)]
+    by_recipe = [n for n in names if recipe and recipe.values.get(n) is not None]
+    found, where = (by_flag, "flags") if by_flag else (by_recipe, recipe.source if recipe else "")
+    if len(found) > 1:
+        raise ValueError(f"{where}: {' and '.join(found)} exclude each other; give one")
+    return found[0] if found else None
+
+
 def settings_of(*instances: Any) -> dict[str, Any]:
     """The settings of some dataclasses in one mapping, ready for JSON or YAML."""
     return {k: _plain(v) for instance in instances for k, v in asdict(instance).items()}

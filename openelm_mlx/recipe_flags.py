@@ -9,7 +9,7 @@ import linecache
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from openelm_mlx.recipe_values import (
@@ -111,7 +111,10 @@ def keys_of(*classes: type) -> dict[str, Key]:
 
 
 def add_flags(
-    parser: argparse.ArgumentParser, *classes: type, without: Collection[str] = ()
+    parser: argparse.ArgumentParser,
+    *classes: type,
+    without: Collection[str] = (),
+    defaults: Mapping[str, Any] | None = None,
 ) -> None:
     """Add a flag for every key, in one group a dataclass.
 
@@ -122,14 +125,19 @@ def add_flags(
         parser: of a command.
         classes: settings dataclasses.
         without: keys that the command sets itself.
+        defaults: values for the help where a recipe counts by default.
     """
     keys, seen = keys_of(*classes), set(without)
     for cls in classes:
-        group = parser.add_argument_group((cls.__doc__ or cls.__name__).partition("\n")[0])
+        group = parser.add_argument_group(
+            (cls.__doc__ or cls.__name__).partition("\n")[0].rstrip(".")
+        )
         for item in fields(cls):
             if item.init and item.name not in seen:
                 seen.add(item.name)
                 key = keys[item.name]
+                if defaults and item.name in defaults:
+                    key = replace(key, default=defaults[item.name])
                 group.add_argument(key.flag, **_options(key))
 
 

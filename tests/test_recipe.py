@@ -18,6 +18,7 @@ from openelm_mlx.recipe import (
     add_flags,
     chosen,
     load_recipe,
+    pick_one,
     recipe_names,
     render_settings,
     resolve,
@@ -235,11 +236,12 @@ def test_a_wrong_flag_is_a_usage_error_in_the_same_words() -> None:
 
 def test_help_comes_from_the_fields_comments() -> None:
     parser = argparse.ArgumentParser()
-    add_flags(parser, Odd, AdapterArgs)
+    add_flags(parser, Odd, AdapterArgs, defaults={"steps": 44})
     text = " ".join(parser.format_help().split())
     assert "One field of each kind" in text
     assert "--rate X a 5 % share (default 0.5)" in text
     assert "--mode {a,b} (default a)" in text
+    assert "--steps N (default 44)" in text
     assert "how much to recompute (default none)" in text
     assert "multiplies lora_a @ lora_b; alpha / rank in PEFT's terms (default 20.0)" in text
 
@@ -261,6 +263,18 @@ def test_one_key_can_be_asked_for_before_the_rest_is_resolved(tmp_path: Path) ->
     assert chosen(parse(["--mode", "a"], Odd), text, "mode", Odd) == "a"
     assert chosen(argparse.Namespace(), text, "steps", Odd) == 3  # reported by resolve
     assert chosen(argparse.Namespace(), None, "mode", Odd) == "a"
+
+
+def test_of_two_keys_that_exclude_each_other_the_flag_counts(tmp_path: Path) -> None:
+    both = recipe("epochs: 3", tmp_path)
+    pick = ("iters", "epochs")
+    assert pick_one(argparse.Namespace(iters=5), both, *pick) == "iters"
+    assert pick_one(argparse.Namespace(iters=None), both, *pick) == "epochs"
+    assert pick_one(argparse.Namespace(), None, *pick) is None
+    with pytest.raises(ValueError, match="flags: iters and epochs exclude each other"):
+        pick_one(argparse.Namespace(iters=5, epochs=1), both, *pick)
+    with pytest.raises(ValueError, match=r"r\.yaml: iters and epochs exclude each other"):
+        pick_one(argparse.Namespace(), recipe("epochs: 3\niters: 9", tmp_path), *pick)
 
 
 def test_an_unknown_recipe_lists_those_that_exist() -> None:
