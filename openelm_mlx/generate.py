@@ -30,11 +30,6 @@ if TYPE_CHECKING:  # kept out of `openelm generate --help`, which has to be quic
 
 logger = logging.getLogger(__name__)
 
-# Words, digits, signs and bytes: tokenizers that agree on it are taken to be one.
-_SAMPLE = (
-    "Once upon a time the 3 kings said: \u201cYes\u201d, 42 \U0001f600 laughed.\n\tThe end"
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
@@ -260,7 +255,11 @@ def run(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     model, found = load(args.model, args.adapter_path, args.tokenizer, need_tokenizer=True)
     tokenizer = required(found)
-    draft = None if args.draft_model is None else load_draft(args.draft_model, model, tokenizer)
+    draft = None
+    if args.draft_model is not None:
+        from openelm_mlx.draft_model import load_draft
+
+        draft = load_draft(args.draft_model, model, tokenizer)
     last: Response | None = None
     for last in stream_generate(model, tokenizer, prompt, draft_model=draft, args=settings):
         sys.stdout.write(last.text)
@@ -280,35 +279,6 @@ def _run_prompts(args: argparse.Namespace, settings: GenerateArgs) -> int:
     requests = read_requests(args.prompts)
     model, found = load(args.model, args.adapter_path, args.tokenizer, need_tokenizer=True)
     return run_requests(model, required(found), requests, settings, batch_size=args.batch_size)
-
-
-def load_draft(path_or_repo: str, model: Model, tokenizer: "Tokenizer") -> Model:
-    """Load a draft model and check that its ids mean what the model's do.
-
-    Args:
-        path_or_repo: folder or Hub id of the draft model.
-        model: that it is to draft for.
-        tokenizer: of ``model``.
-
-    Raises:
-        ValueError: if the vocabularies differ in size, or the two tokenizers in their ids.
-    """
-    from openelm_mlx.checkpoint import load_args, load_model
-    from openelm_mlx.hub import local_or_download
-    from openelm_mlx.speculative import check_vocabulary
-    from openelm_mlx.tokenizer import Tokenizer
-    from openelm_mlx.tokenizer_files import has_tokenizer
-
-    folder = local_or_download(path_or_repo)
-    check_vocabulary(model.args.vocab_size, load_args(folder).vocab_size)
-    if has_tokenizer(folder):
-        other = Tokenizer.from_path(folder)
-        if other.encode(_SAMPLE) != tokenizer.encode(_SAMPLE):
-            raise ValueError(
-                f"the draft model's tokenizer {other.source} gives other ids than "
-                f"{tokenizer.source}; a draft model needs the same tokenizer"
-            )
-    return load_model(folder)
 
 
 def report(last: Response, *, verbose: bool) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from openelm_mlx.decoding import PREFILL_STEP, make_step, prefill
+from openelm_mlx.draft_model import check_vocabulary
 from openelm_mlx.model import Model
 from openelm_mlx.proposals import DraftModel, Lookup, Proposer
 from openelm_mlx.sampling import Processor, Sampler, apply_all, greedy
@@ -79,23 +80,6 @@ def speculative_decode(
         )
     run = _Run(model, tokens, cache, proposer, sampler, processors, compiled)
     return run.tokens(max_tokens, prefill_step)
-
-
-def check_vocabulary(own: int, draft: int) -> None:
-    """Refuse a draft model whose ids cannot mean the same.
-
-    Args:
-        own: vocabulary size of the model.
-        draft: that of the draft model.
-
-    Raises:
-        ValueError: naming both, if they differ.
-    """
-    if own != draft:
-        raise ValueError(
-            f"the draft model's vocabulary has {draft} tokens and the model's {own}; a draft "
-            "model needs the same tokenizer"
-        )
 
 
 class _Run:

@@ -2,11 +2,23 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import mlx.core as mx
 
+from openelm_mlx.checkpoint import save_model
 from openelm_mlx.config import ModelArgs
 from openelm_mlx.model import Model
+from openelm_mlx.tokenizer import Tokenizer
+
+PIECES = ["▁the", "▁h", "ou", "s", "e", "▁sa", "i", "d", "▁o", "n", "c", "."]
+TEXT = "the house said onc."
+
+
+def ids_of(tokenizer: Tokenizer, pieces: Sequence[str] = PIECES) -> list[int]:
+    """The ids of pieces."""
+    table = {tokenizer.piece(i): i for i in range(tokenizer.vocab_size)}
+    return [table[piece] for piece in pieces]
 
 
 def chain(*ids: Sequence[int]) -> dict[int, int]:
@@ -49,3 +61,11 @@ def chain_model(
     model.eval()
     mx.eval(model.parameters())
     return model
+
+
+def save_talker(folder: Path, tokenizer: Tokenizer) -> Path:
+    """Write a complete model folder that continues an empty prompt with TEXT; context 64."""
+    successors = chain([1, *ids_of(tokenizer), 2])
+    model = chain_model(successors, vocab_size=tokenizer.vocab_size, context=64)
+    save_model(model, folder, tokenizer=tokenizer)
+    return folder

@@ -120,7 +120,8 @@ def test_importing_the_package_loads_neither_mlx_nor_numpy() -> None:
 
 
 def test_no_module_loads_a_heavy_package_when_imported() -> None:
-    modules = sorted(import_rules.sources())
+    on_mlx_lm = {"openelm_mlx.server", "openelm_mlx.server_generation"}  # imported by need
+    modules = sorted(set(import_rules.sources()) - on_mlx_lm)
     code = (
         "import importlib, json, sys\n"
         f"for name in {modules}:\n    importlib.import_module(name)\n"

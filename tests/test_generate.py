@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from chain_model import chain, chain_model
+from chain_model import PIECES, TEXT, chain, chain_model, ids_of
 from tiny_tokenizer import TinyTokenizer
 
 from openelm_mlx.cache import make_cache
@@ -15,19 +15,12 @@ from openelm_mlx.generation_settings import GenerateArgs, make_generation_cache,
 from openelm_mlx.model import Model
 from openelm_mlx.tokenizer import Tokenizer
 
-PIECES = ["▁the", "▁h", "ou", "s", "e", "▁sa", "i", "d", "▁o", "n", "c", "."]
-TEXT = "the house said onc."
 EMOJI = ["▁a", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "."]
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_tokenizer: TinyTokenizer) -> Tokenizer:
     return Tokenizer.from_path(tiny_tokenizer.path)
-
-
-def ids_of(tokenizer: Tokenizer, pieces: list[str]) -> list[int]:
-    table = {tokenizer.piece(i): i for i in range(tokenizer.vocab_size)}
-    return [table[piece] for piece in pieces]
 
 
 def saying(tokenizer: Tokenizer, pieces: list[str], **settings: Any) -> Model:

@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from chain_model import chain, chain_model
+from chain_model import TEXT, chain, chain_model, ids_of
 from command_line import run_here
 from tiny_tokenizer import TinyTokenizer
 
@@ -25,8 +25,6 @@ from openelm_mlx.model import Model
 from openelm_mlx.serve import add_arguments
 from openelm_mlx.tokenizer import APPLE_INSTRUCT_TEMPLATE, Tokenizer
 
-PIECES = ["▁the", "▁h", "ou", "s", "e", "▁sa", "i", "d", "▁o", "n", "c", "."]
-TEXT = "the house said onc."
 CONTEXT = 256
 CACHE_BYTES = 400_000
 
@@ -38,8 +36,7 @@ def tokenizer(tiny_tokenizer: TinyTokenizer) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def ids(tokenizer: Tokenizer) -> list[int]:
-    table = {tokenizer.piece(i): i for i in range(tokenizer.vocab_size)}
-    return [table[piece] for piece in PIECES]
+    return ids_of(tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -276,4 +273,6 @@ def test_a_port_in_use_is_one_line(
     port = client.base.rpartition(":")[2]
     outcome = run_here(capsys, "serve", "--model", folder, "--port", port)
     assert f"cannot listen on 127.0.0.1 port {port}" in outcome.error
-    assert "choose another --port" in outcome.error
+    assert "choose another --host or --port" in outcome.error
+    outcome = run_here(capsys, "serve", "--model", folder, "--host", "no.such.host.invalid")
+    assert "cannot listen on no.such.host.invalid port 8080" in outcome.error
