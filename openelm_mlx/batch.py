@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from openelm_mlx.detokenizer import Detokenizer, StopMatcher
 from openelm_mlx.generation_settings import GenerateArgs, prompt_ids, token_budget
 from openelm_mlx.model import Model
+from openelm_mlx.sampling import Sampler
 from openelm_mlx.tokenizer import Tokenizer
 
 _PREFILL_ROWS = 8  # prompts prefilled together at most
@@ -167,7 +168,7 @@ def _run(
         uids = generator.insert(
             [rows[i].ids for i in order],
             max_tokens=[rows[i].budget for i in order],
-            samplers=[settings.sampler() for _ in order] if settings.temp else None,
+            samplers=_samplers(settings, len(order)),
             logits_processors=[settings.processors() for _ in order],
         )
         index_of = dict(zip(uids, order, strict=True))
@@ -183,3 +184,10 @@ def _run(
                 yield index, result
     finally:
         generator.close()
+
+
+def _samplers(settings: GenerateArgs, count: int) -> list[Sampler]:
+    """One a row where a seed makes each draw as alone, else one for all, called once a step."""
+    if settings.seed is None:
+        return [settings.sampler()] * count
+    return [settings.sampler() for _ in range(count)]

@@ -14,6 +14,7 @@ from openelm_mlx.sampling import Processor, Sampler, apply_all, greedy
 
 PREFILL_STEP = 512  # prompt tokens a forward pass
 _FIRST_ROOM = 512  # tokens of the smallest fixed-shape cache
+_CLEAR_EVERY = 256  # tokens
 
 
 def prefill(
@@ -90,6 +91,8 @@ def decode(
                 mx.async_eval(token, logits)
             picked: Any = token.tolist()
             yield picked[0]
+            if n % _CLEAR_EVERY == _CLEAR_EVERY - 1:
+                mx.clear_cache()  # the buffers that the growing cache left behind
     finally:
         step.finish()
 

@@ -119,6 +119,12 @@ def test_progress_hears_of_every_row_once(model: Model, tokenizer: Tokenizer) ->
     assert [heard[i] for i in range(len(PROMPTS))] == found
 
 
+def test_without_a_seed_rows_draw_for_themselves(model: Model, tokenizer: Tokenizer) -> None:
+    settings = GenerateArgs(max_tokens=12, temp=1.0)
+    found = generate_batch(model, tokenizer, ["A"] * 6, settings, batch_size=4)
+    assert len({tuple(result.tokens) for result in found}) == 6
+
+
 def test_no_prompts_give_no_results(model: Model, tokenizer: Tokenizer) -> None:
     assert generate_batch(model, tokenizer, [], GenerateArgs()) == []
 

@@ -7,15 +7,18 @@ from typing import Any
 
 import golden_set
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 import reference
 
 from openelm_mlx.cache import make_cache
 from openelm_mlx.checkpoint import load_model
+from openelm_mlx.config import ModelArgs
 from openelm_mlx.decoding import CompiledStep, decode, make_step, prefill
 from openelm_mlx.model import Model
 from openelm_mlx.sampling import make_sampler, repetition_penalty
+from openelm_mlx.speculative import speculative_decode
 
 PROMPT = [1, 17, 4, 9, 33, 21, 8, 2, 40, 12, 5]
 
@@ -159,10 +162,10 @@ def test_rotating_cache_is_as_long_after_prefill_as_after_decoding(
     assert cache[0].offset == 40 + 19
 
 
-def test_quantised_cache_gives_nearly_the_same(tiny_model: Model) -> None:
+def test_quantised_cache_gives_nearly_the_same() -> None:
     from mlx_lm.models.cache import QuantizedKVCache
 
-    wide = Model(_wide(tiny_model))
+    wide = Model(_wide())
     wide.eval()
     cache: list[Any] = [QuantizedKVCache(group_size=32, bits=8) for _ in range(2)]
     plain = prefill(wide, mx.array(PROMPT), make_cache(2))
@@ -172,9 +175,9 @@ def test_quantised_cache_gives_nearly_the_same(tiny_model: Model) -> None:
     assert len(list(decode(wide, PROMPT, max_tokens=8, cache=cache))) == 8
 
 
-def _wide(model: Model) -> Any:
-    """The same layers with heads wide enough for mlx's quantisation groups."""
-    return type(model.args).from_scaling(
+def _wide() -> ModelArgs:
+    """Unequal layers with heads wide enough for mlx's quantisation groups."""
+    return ModelArgs.from_scaling(
         num_transformer_layers=2,
         model_dim=64,
         head_dim=32,
@@ -184,6 +187,24 @@ def _wide(model: Model) -> Any:
         ffn_dim_divisor=8,
         vocab_size=61,
     )
+
+
+def test_a_quantised_model_with_a_tied_embedding_generates(uncompiled: None) -> None:
+    mx.random.seed(2)  # REPORTS A9
+    args = _wide()
+    model = Model(args)
+    model.eval()
+    plain = prefill(model, mx.array(PROMPT), make_cache(2))
+    nn.quantize(model, group_size=32, bits=8)
+    assert args.share_input_output_layers
+    found = prefill(model, mx.array(PROMPT), make_cache(2))
+    assert 0 < np.abs(np.array(found) - np.array(plain)).max() < 0.2
+    eager = list(decode(model, PROMPT, max_tokens=20, compiled=False))
+    assert list(decode(model, PROMPT, max_tokens=20, compiled=True)) == eager
+    ahead = speculative_decode(
+        model, PROMPT, num_draft_tokens=4, max_tokens=20, cache=make_cache(2)
+    )
+    assert list(ahead) == eager
 
 
 def test_processors_see_prompt_and_output(tiny_model: Model) -> None:
