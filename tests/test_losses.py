@@ -192,7 +192,9 @@ def test_an_adapted_head_gets_its_gradient_through_the_recomputed_loss() -> None
     head = nn.Sequential(nn.Linear(8, 7, bias=False), nn.Tanh())
 
     def fused(head: nn.Module) -> mx.array:
-        return fused_cross_entropy(hidden, head, targets, mask, LossArgs(loss_chunk=4), head_trains=True)
+        return fused_cross_entropy(
+            hidden, head, targets, mask, LossArgs(loss_chunk=4), head_trains=True
+        )
 
     def plain(head: nn.Module) -> mx.array:
         return cross_entropy_sums(head(hidden), targets, mask)
