@@ -20,6 +20,7 @@ COMMANDS: dict[str, Route] = {
     "generate": ("openelm_mlx.generate", "", "continue a prompt, or a file of prompts"),
     "chat": ("openelm_mlx.chat", "", "talk to an Instruct model"),
     "serve": ("openelm_mlx.serve", "", "OpenAI-compatible server (mlx_lm's) on a model folder"),
+    "finetune": ("openelm_mlx.finetune", "", "tune a model: LoRA, DoRA or all parameters"),
     "pretrain": ("openelm_mlx.pretrain", "", "train a model from scratch on text"),
     "dpo": ("openelm_mlx.dpo", "", "tune a model on pairs of a better and a worse answer"),
     "fuse": ("openelm_mlx.fuse", "", "fold adapters into their model"),

@@ -45,6 +45,7 @@ class TuningArgs:
     long_prompts: Literal["skip", "cut"] = "skip"  # where no answer is left: skip, or cut the left
     use_chat_template: bool = False  # completions as a user's and an assistant's message
     fix_text: bool = False  # mend characters with ftfy, as CoreNet's tokenizer does
+    share_rows: bool = True  # short samples share rows without seeing each other
 
     def __post_init__(self) -> None:
         if self.max_seq_length < 2:

@@ -8,6 +8,7 @@ import argparse
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from openelm_mlx.adapter_args import AdapterArgs
@@ -22,6 +23,8 @@ from openelm_mlx.recipe import (
     settings_of,
 )
 from openelm_mlx.training_args import TrainArgs
+
+RECIPE_FILE = "recipe.yaml"  # in the folder of a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +63,12 @@ class TuningSettings:
     """All settings of a tuning run.
 
     Attributes:
-        tune: model, data, length.
+        tune: model, data, length; ``epochs`` and ``warmup_ratio`` only where they decide.
         train: of the loop.
         schedule: of the learning rate; complete after :meth:`for_updates`.
         optimizer: which, and its settings.
         adapters: None where all parameters train.
         own: the stage's own dataclasses, in order.
-        by_epochs: whether ``epochs`` decides how long the run is, not ``iters``.
-        by_ratio: whether ``warmup_ratio`` decides how long the warm-up is.
     """
 
     tune: TuneArgs
@@ -76,8 +77,6 @@ class TuningSettings:
     optimizer: OptimizerArgs
     adapters: AdapterArgs | None
     own: tuple[Any, ...]
-    by_epochs: bool
-    by_ratio: bool
 
     def for_updates(self, batches_per_epoch: int) -> "TuningSettings":
         """The settings with the number of updates and of warm-up steps that the data gives.
@@ -87,19 +86,28 @@ class TuningSettings:
         """
         tune, schedule = self.tune, self.schedule
         iters = schedule.iters
-        if self.by_epochs and tune.epochs is not None:
+        if tune.epochs is not None:
             accumulation = self.train.grad_accumulation_steps
             iters = math.ceil(tune.epochs * batches_per_epoch / accumulation)
         warmup = schedule.warmup_steps
-        if self.by_ratio and tune.warmup_ratio is not None:
+        if tune.warmup_ratio is not None:
             warmup = int(iters * tune.warmup_ratio)
         return replace(self, schedule=replace(schedule, iters=iters, warmup_steps=warmup))
 
     def as_dict(self) -> dict[str, Any]:
-        """Every setting as a recipe of this run, its length in updates; see :meth:`for_updates`."""
+        """Every setting, the length of the run in updates; see :meth:`for_updates`."""
+        return self._values() | {"epochs": None, "warmup_ratio": None}
+
+    def as_recipe(self) -> dict[str, Any]:
+        """What was chosen, ready to be a recipe: ``epochs`` where they decide, else ``iters``."""
+        values = self._values()
+        for name, other in (("iters", "epochs"), ("warmup_steps", "warmup_ratio")):
+            del values[other if values[other] is None else name]
+        return values
+
+    def _values(self) -> dict[str, Any]:
         parts = [self.tune, self.train, self.schedule, self.optimizer, *self.own]
         settings = settings_of(*parts, *filter(None, [self.adapters]))
-        settings |= {"epochs": None, "warmup_ratio": None}  # became iters and warmup_steps
         settings.pop("kind", None)  # says what fine_tune_type says
         return settings
 
@@ -123,7 +131,8 @@ def resolve_tuning(
     """Settings from flags, recipe and defaults.
 
     Args:
-        namespace: of the flags of :func:`add_tuning_flags`, and ``recipe``.
+        namespace: of the flags of :func:`add_tuning_flags` and ``add_run_arguments``; a run that
+            is resumed without ``--recipe`` keeps the one in its folder.
         own: the stage's own settings dataclasses.
         default_recipe: the recipe that counts without ``--recipe``; ``{}`` stands for the kind of
             tuning.
@@ -132,13 +141,13 @@ def resolve_tuning(
         FileNotFoundError: if there is no such recipe.
         ValueError: one line with all that is wrong.
     """
-    recipe: Recipe | None = load_recipe(namespace.recipe) if namespace.recipe else None
+    recipe = _recipe(namespace)
     kind = chosen(namespace, recipe, "fine_tune_type", TuneArgs)
     if recipe is None:
         recipe = load_recipe(default_recipe.format(kind))
     kind = chosen(namespace, recipe, "fine_tune_type", TuneArgs)
-    by_epochs = pick_one(namespace, recipe, "iters", "epochs") == "epochs"
-    by_ratio = pick_one(namespace, recipe, "warmup_steps", "warmup_ratio") == "warmup_ratio"
+    lengths = pick_one(namespace, recipe, "iters", "epochs")
+    warm_ups = pick_one(namespace, recipe, "warmup_steps", "warmup_ratio")
     classes = (*SHARED, *own)
     adapters: AdapterArgs | None = None
     if kind == "full":
@@ -148,6 +157,10 @@ def resolve_tuning(
     else:
         *values, adapters = resolve(namespace, recipe, *classes, AdapterArgs, fixed={"kind": kind})
     tune, train, schedule, optimizer, *rest = values
+    if lengths != "epochs":
+        tune = replace(tune, epochs=None)
+    if warm_ups != "warmup_ratio":
+        tune = replace(tune, warmup_ratio=None)
     return TuningSettings(
         tune=tune,
         train=train,
@@ -155,6 +168,11 @@ def resolve_tuning(
         optimizer=optimizer,
         adapters=adapters,
         own=tuple(rest),
-        by_epochs=by_epochs,
-        by_ratio=by_ratio,
     )
+
+
+def _recipe(namespace: argparse.Namespace) -> Recipe | None:
+    if namespace.recipe:
+        return load_recipe(namespace.recipe)
+    kept = Path(namespace.output) / RECIPE_FILE
+    return load_recipe(kept) if namespace.resume and kept.is_file() else None

@@ -42,7 +42,7 @@ def pretraining(recipe: Recipe) -> tuple[Any, ...]:
 
 
 def tuning(name: str) -> TuningSettings:
-    namespace = argparse.Namespace(recipe=name, **GIVEN)
+    namespace = argparse.Namespace(recipe=name, resume=False, output="-", **GIVEN)
     own = (PairArgs, PreferenceArgs) if name.startswith("dpo") else (TuningArgs, LossArgs)
     return resolve_tuning(namespace, *own, default_recipe="-")
 

@@ -6,9 +6,14 @@ from pathlib import Path
 import pytest
 
 from openelm_mlx.losses import LossArgs
-from openelm_mlx.recipe import load_recipe, render_settings
+from openelm_mlx.recipe import render_settings
 from openelm_mlx.tuning_data import TuningArgs
-from openelm_mlx.tuning_settings import TuningSettings, add_tuning_flags, resolve_tuning
+from openelm_mlx.tuning_settings import (
+    RECIPE_FILE,
+    TuningSettings,
+    add_tuning_flags,
+    resolve_tuning,
+)
 
 OWN = (TuningArgs, LossArgs)
 
@@ -17,7 +22,7 @@ def settings(*argv: str, recipe: Path | str | None = None) -> TuningSettings:
     parser = argparse.ArgumentParser()
     add_tuning_flags(parser, *OWN)
     namespace = parser.parse_args(["--model", "m", "--data", "d", *argv])
-    namespace.recipe = recipe
+    namespace.recipe, namespace.resume, namespace.output = recipe, False, "-"
     return resolve_tuning(namespace, *OWN, default_recipe="finetune_{}")
 
 
@@ -75,10 +80,19 @@ def test_problems_of_all_parts_are_said_at_once() -> None:
         assert name in str(caught.value)
 
 
-def test_the_printed_settings_are_a_recipe_of_the_same_run(tmp_path: Path) -> None:
-    run = settings("--fine-tune-type", "dora", "--rank", "5").for_updates(9)
+@pytest.mark.parametrize("argv", [["--epochs", "2"], ["--iters", "9", "--warmup-steps", "3"]])
+def test_a_runs_settings_are_a_recipe_of_the_same_run(argv: list[str], tmp_path: Path) -> None:
+    run = settings("--fine-tune-type", "dora", "--rank", "5", *argv)
     path = tmp_path / "again.yaml"
-    path.write_text(render_settings(run.as_dict()))
-    again = settings(recipe=path).for_updates(9)
-    assert again.as_dict() == run.as_dict()
-    assert load_recipe(path).values["rank"] == 5
+    path.write_text(render_settings(run.as_recipe()))
+    again = settings(recipe=path)
+    assert again == run
+    assert again.for_updates(9).as_dict() == run.for_updates(9).as_dict()
+
+
+def test_a_resumed_run_keeps_the_recipe_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / RECIPE_FILE).write_text("model: x\ndata: y\nrank: 3\nwarmup_ratio: 0.5\n")
+    namespace = argparse.Namespace(recipe=None, resume=True, output=str(tmp_path), iters=10)
+    run = resolve_tuning(namespace, *OWN, default_recipe="finetune_{}").for_updates(7)
+    assert run.adapters is not None
+    assert (run.tune.model, run.adapters.rank, run.schedule.warmup_steps) == ("x", 3, 5)
