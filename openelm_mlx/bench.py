@@ -19,7 +19,8 @@ from typing import Any
 import mlx.core as mx
 
 from openelm_mlx.atomic import atomic_file, refuse_existing_file
-from openelm_mlx.bench_cases import CASES, Bench, Case
+from openelm_mlx.bench_cases import CASES
+from openelm_mlx.bench_shared import Bench, Case
 from openelm_mlx.checkpoint import load
 from openelm_mlx.config import ModelArgs
 from openelm_mlx.model import Model

@@ -1,92 +1,23 @@
 """What ``openelm bench`` measures: each case prepares contenders that return one number."""
 
-import random
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
+from openelm_mlx.bench_shared import COMPILED, OURS, STOCK, Bench, Case, Contender
+from openelm_mlx.bench_training import training_cases
 from openelm_mlx.cache import make_cache
 from openelm_mlx.checkpoint import save_model
 from openelm_mlx.decoding import CompiledStep, EagerStep, decode, prefill
 from openelm_mlx.generation_settings import GenerateArgs
 from openelm_mlx.graph_count import count_kernels, host_seconds
 from openelm_mlx.model import Model, gated
-
-Contender = Callable[[], float]
-OURS, COMPILED, STOCK = "openelm", "openelm compiled", "mlx_lm"
-
-
-@dataclass(kw_only=True)
-class Bench:
-    """What the cases share.
-
-    Attributes:
-        model: ours, in eval mode.
-        name: of the model, for the report.
-        against: whether mlx_lm is measured too.
-        prompt_tokens: of the decoding cases.
-        new_tokens: generated a run.
-        trials: runs that count.
-    """
-
-    model: Model
-    name: str
-    against: bool
-    prompt_tokens: int = 128
-    new_tokens: int = 32
-    trials: int = 3
-    _stock: Any = field(default=None, repr=False)
-
-    @property
-    def stock(self) -> Any:
-        """mlx_lm's model with the same weights (shared, not copied)."""
-        if self._stock is None:
-            from mlx_lm.models import openelm
-
-            stock = openelm.Model(openelm.ModelArgs.from_dict(self.model.args.to_dict()))
-            weights: Any = tree_flatten(self.model.parameters())
-            stock.load_weights(weights)
-            stock.eval()
-            self._stock = stock
-        return self._stock
-
-    def prompt(self, tokens: int, seed: int = 0) -> list[int]:
-        """Random ids that no special token is among."""
-        rng = random.Random(seed)
-        return [rng.randrange(3, self.model.args.vocab_size) for _ in range(tokens)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One thing to measure.
-
-    Attributes:
-        title: for the table; may use ``{prompt}`` and ``{new}``.
-        unit: of the numbers.
-        prepare: Bench -> contenders by name.
-        higher_is_better: False for times and counts.
-        exact: a count, not a time: once is enough.
-        reference: the contender that ratios are taken against.
-    """
-
-    title: str
-    unit: str
-    prepare: Callable[[Bench], dict[str, Contender]]
-    higher_is_better: bool = True
-    exact: bool = False
-    reference: str = STOCK
-
-    def label(self, bench: Bench) -> str:
-        """The title with this run's numbers."""
-        return self.title.format(prompt=bench.prompt_tokens, new=bench.new_tokens)
 
 
 def _prefill(tokens: int) -> Callable[[Bench], dict[str, Contender]]:
@@ -332,4 +263,5 @@ CASES: dict[str, Case] = {
         prepare=_lookup(False),
         reference="plain",
     ),
+    **training_cases(),
 }

@@ -1,0 +1,78 @@
+"""What the cases of ``openelm bench`` share: the model, its stock twin, and how a case looks."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx.utils import tree_flatten
+
+from openelm_mlx.model import Model
+
+Contender = Callable[[], float]
+OURS, COMPILED, STOCK = "openelm", "openelm compiled", "mlx_lm"
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """What the cases share.
+
+    Attributes:
+        model: ours, in eval mode.
+        name: of the model, for the report.
+        against: whether mlx_lm is measured too.
+        prompt_tokens: of the decoding cases.
+        new_tokens: generated a run.
+        trials: runs that count.
+    """
+
+    model: Model
+    name: str
+    against: bool
+    prompt_tokens: int = 128
+    new_tokens: int = 32
+    trials: int = 3
+    _stock: Any = field(default=None, repr=False)
+
+    @property
+    def stock(self) -> Any:
+        """mlx_lm's model with the same weights (shared, not copied)."""
+        if self._stock is None:
+            from mlx_lm.models import openelm
+
+            stock = openelm.Model(openelm.ModelArgs.from_dict(self.model.args.to_dict()))
+            weights: Any = tree_flatten(self.model.parameters())
+            stock.load_weights(weights)
+            stock.eval()
+            self._stock = stock
+        return self._stock
+
+    def prompt(self, tokens: int, seed: int = 0) -> list[int]:
+        """Random ids that no special token is among."""
+        rng = random.Random(seed)
+        return [rng.randrange(3, self.model.args.vocab_size) for _ in range(tokens)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One thing to measure.
+
+    Attributes:
+        title: for the table; may use ``{prompt}`` and ``{new}``.
+        unit: of the numbers.
+        prepare: Bench -> contenders by name.
+        higher_is_better: False for times and counts.
+        exact: a count, not a time: once is enough.
+        reference: the contender that ratios are taken against.
+    """
+
+    title: str
+    unit: str
+    prepare: Callable[[Bench], dict[str, Contender]]
+    higher_is_better: bool = True
+    exact: bool = False
+    reference: str = STOCK
+
+    def label(self, bench: Bench) -> str:
+        """The title with this run's numbers."""
+        return self.title.format(prompt=bench.prompt_tokens, new=bench.new_tokens)
