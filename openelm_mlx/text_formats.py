@@ -159,9 +159,8 @@ def _is_array(path: Path) -> bool:
 
 
 def _json_array(path: Path, key: str, place: Place) -> Iterator[Record]:
-    with open_bytes(path) as file:
-        values = _array_values(io.TextIOWrapper(file, encoding="utf-8-sig"))
-        for item, value in enumerate(values, start=1):
+    with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig") as file:
+        for item, value in enumerate(_array_values(file), start=1):
             if item > place[0]:
                 yield record_of(value, key, item, (item, 0))
 
