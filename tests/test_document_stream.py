@@ -49,7 +49,13 @@ def test_each_epoch_has_every_document_once_in_an_order_of_its_own(tmp_path: Pat
     whole = sorted(texts(DocumentStream(sources)))
     assert [sorted(epoch) for epoch in epochs] == [whole] * 3
     assert len({tuple(epoch) for epoch in [*epochs, whole]}) == 4
-    assert len({text[0] for text in got[:5]}) > 1  # files are read side by side
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_shuffled_files_are_read_side_by_side(tmp_path: Path) -> None:
+    got = texts(DocumentStream(write_files(tmp_path, [15] * 3), shuffle=True))
+    for start in range(0, 45, 5):
+        assert len({text[0] for text in got[start : start + 5]}) == 3
 
 
 @pytest.mark.usefixtures("small_windows")
