@@ -17,7 +17,7 @@ from openelm_mlx.adapter_files import write_adapter_files
 from openelm_mlx.atomic import atomic_file
 from openelm_mlx.batches import Prefetch
 from openelm_mlx.checkpoint import load
-from openelm_mlx.distributed import world
+from openelm_mlx.distributed import describe_world, world
 from openelm_mlx.fitting import quantization_of
 from openelm_mlx.lora import adapter_state, add_adapters, trainable_count, warn_where_mlx_lm_differs
 from openelm_mlx.losses import LossArgs
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     if outcome.reason == "early":
         load_best(folder, model)
     if is_first:
-        _save(folder, model, tokenizer, settings, outcome)
+        save_result(folder, model, tokenizer, settings, outcome, stage="finetune")
     if args.test:
         _test(model, splits["test"], settings)
     return finish_run(folder, outcome) if is_first else 0
@@ -160,20 +160,22 @@ def evaluation_of(samples: Sequence[Sample], settings: TuningSettings) -> Any:
     return lambda: batches
 
 
-def _save(
+def save_result(
     folder: Path,
     model: Model,
     tokenizer: Tokenizer,
     settings: TuningSettings,
     outcome: Outcome,
+    *,
+    stage: str,
 ) -> None:
-    """Adapter files, or those of a model folder."""
+    """Write adapter files, or those of a model folder, into the folder of a run."""
     if settings.adapters is not None:
         warn_where_mlx_lm_differs(model, settings.adapters)
         write_adapter_files(folder, adapter_state(model), settings.adapters)
         return
     provenance = {
-        "stage": "finetune",
+        "stage": stage,
         "base": settings.tune.model,
         "step": outcome.state.step,
         "settings": settings.as_dict(),
@@ -219,7 +221,7 @@ def _plan(
         "what is computed, the rest is padding",
         "updates": f"{schedule.iters:,}, {passes:.2f} epochs of {len(source.plan)} batches",
         "largest batch": f"{rows} rows of {length} tokens",
-        "machines": str(world().size()),
+        "machines": describe_world(),
     }
     memory = step_memory(
         model.args,

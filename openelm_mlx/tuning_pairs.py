@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from openelm_mlx.batches import Batch
@@ -127,6 +128,8 @@ class PairBatches(EpochBatches):
         rank: of this process.
         world_size: number of ranks.
         epochs: None for endless.
+        references: (P, 2) float32 log-probabilities of chosen and rejected answers under the
+            reference model, put into each batch.
 
     Raises:
         ValueError: if there are no pairs, or a number is out of range.
@@ -141,14 +144,19 @@ class PairBatches(EpochBatches):
         rank: int = 0,
         world_size: int = 1,
         epochs: int | None = None,
+        references: mx.array | None = None,
     ) -> None:
+        # NumPy: batches are made in a thread, where MLX arrays are made but not computed with
+        self._references = None if references is None else np.array(references)
         samples = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
         self._tokens = [sample.tokens for sample in samples]
         self._masks = [sample.mask for sample in samples]
         self._names = [pair.name for pair in pairs]
+        self._widths = [max(len(p.chosen.tokens), len(p.rejected.tokens)) - 1 for p in pairs]
+        self.digest = digest_of(samples)
         super().__init__(
-            [max(len(p.chosen.tokens), len(p.rejected.tokens)) - 1 for p in pairs],
-            digest_of(samples),
+            self._widths,
+            self.digest,
             batch_size=batch_size,
             share_rows=False,
             seed=seed,
@@ -160,7 +168,23 @@ class PairBatches(EpochBatches):
     def _batch(self, rows: Rows, length: int) -> Batch:
         rejected = [[index + len(self._names) for index in row] for row in rows]
         batch = lay_rows([*rows, *rejected], length, self._tokens, self._masks)
-        return replace(batch, samples=tuple(self._names[index] for row in rows for index in row))
+        reference = None
+        if self._references is not None:
+            of_rows = self._references[[row[0] if row else 0 for row in rows]]
+            reference = mx.array(of_rows.T.reshape(-1))  # chosen rows, then rejected
+        return replace(
+            batch,
+            reference=reference,
+            samples=tuple(self._names[index] for row in rows for index in row),
+        )
+
+    def all_pairs(self, size: int) -> Iterator[tuple[list[int], Batch]]:
+        """Every pair once, ``size`` of about one length at a time, with their numbers."""
+        order = sorted(range(len(self._names)), key=lambda i: self._widths[i])
+        for start in range(0, len(order), size):
+            chunk = order[start : start + size]
+            width = max(self._widths[i] for i in chunk)
+            yield chunk, self._batch([[i] for i in chunk], width)
 
 
 class EvalPairBatches:
@@ -171,12 +195,25 @@ class EvalPairBatches:
         batch_size: pairs of a global batch.
         rank: of this process.
         world_size: number of ranks.
+        references: as those of :class:`PairBatches`.
     """
 
     def __init__(
-        self, pairs: Sequence[Pair], *, batch_size: int, rank: int = 0, world_size: int = 1
+        self,
+        pairs: Sequence[Pair],
+        *,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        references: mx.array | None = None,
     ) -> None:
-        self._source = PairBatches(pairs, batch_size=batch_size, rank=rank, world_size=world_size)
+        self._source = PairBatches(
+            pairs,
+            batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+            references=references,
+        )
 
     def __iter__(self) -> Iterator[Batch]:
         """All batches, always the same ones."""
