@@ -4,8 +4,11 @@ MLX's own ``mx.distributed`` (ring, JACCL, MPI, NCCL), started by ``mlx.launch``
 one machine everything here is a no-op. Knows neither data nor training.
 """
 
+import faulthandler
 import json
+import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +16,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BACKENDS = ("any", "ring", "mpi", "nccl", "jaccl")
@@ -46,12 +50,13 @@ def launched_backend() -> str:
     return "mpi" if int(set_("OMPI_COMM_WORLD_SIZE", "1")) > 1 else "none"
 
 
-def world(backend: str = "any") -> mx.distributed.Group:
+def world(backend: str = "any", *, patience: int = 600) -> mx.distributed.Group:
     """All ranks of this run; one where nothing was launched.
 
     Args:
         backend: one of ``BACKENDS``; "any" is what this process was launched for, or what an
             earlier call has joined.
+        patience: seconds after which the process ends if other ranks have not come.
 
     Raises:
         ValueError: if the backend is unknown, or cannot be joined: a rank that went on alone would
@@ -61,7 +66,7 @@ def world(backend: str = "any") -> mx.distributed.Group:
         raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
     if not _active or (backend != "any" and "none" in _active):
         name = launched_backend() if backend == "any" else backend
-        group = _join(name)
+        group = _join(name, patience)
         _active.clear()
         _active[name] = group
     ((name, group),) = _active.items()
@@ -74,6 +79,12 @@ def backend_name() -> str:
     """What joins the ranks: "ring", "mpi", "nccl" or "jaccl"; "none" for one rank."""
     world()
     return next(iter(_active))
+
+
+def describe_world() -> str:
+    """``1`` or ``2, joined by ring``: for a plan."""
+    name, size = backend_name(), world().size()
+    return str(size) if name == "none" else f"{size}, joined by {name}"
 
 
 def sum_scalars(values: mx.array, group: mx.distributed.Group) -> mx.array:
@@ -217,10 +228,13 @@ def lost_rank(error: BaseException) -> RankError | None:
     )
 
 
-def _join(name: str) -> mx.distributed.Group:
+def _join(name: str, patience: int) -> mx.distributed.Group:
     if name == "none":
         os.environ.pop("MLX_HOSTFILE", None)  # `mlx.launch -n 1` leaves one that MLX cannot read
         return mx.distributed.init()
+    logger.info("joining the other ranks by %s", name)
+    # MLX waits for them with the interpreter locked: no thread of ours and no Ctrl-C could end it
+    faulthandler.dump_traceback_later(patience, exit=True, file=sys.__stderr__ or sys.stderr)
     try:
         return mx.distributed.init(strict=True, backend=name)
     except RuntimeError as error:
@@ -229,6 +243,8 @@ def _join(name: str) -> mx.distributed.Group:
             f"the ranks cannot be joined by {name}: {hint or error}; start them with mlx.launch or "
             "mpirun"
         ) from error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _ring_hosts(hostfile: str) -> int:

@@ -13,7 +13,7 @@ from openelm_mlx.config import ModelArgs
 from openelm_mlx.data import PackedBatches
 from openelm_mlx.data_corenet import CoreNetBatches
 from openelm_mlx.data_sources import EntryFiles, find_sources, look_for
-from openelm_mlx.distributed import world
+from openelm_mlx.distributed import describe_world, world
 from openelm_mlx.losses import LossArgs
 from openelm_mlx.model import Model
 from openelm_mlx.objectives import language_model_loss
@@ -183,7 +183,7 @@ def _plan(
         "updates": f"{schedule.iters:,}",
         "tokens": f"{per_update:,} an update, {per_update * schedule.iters:,} in all "
         f"({per_update * schedule.iters / parameters:.1f} a parameter)",
-        "machines": str(world().size()),
+        "machines": describe_world(),
     }
     memory = step_memory(
         model.args,

@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 from openelm_mlx.atomic import refuse_existing_folder
 from openelm_mlx.checkpoint import save_model
 from openelm_mlx.config import ModelArgs
+from openelm_mlx.distributed import together, world
 from openelm_mlx.memory import training_memory
 from openelm_mlx.metrics import WandbReporter, read_metrics
 from openelm_mlx.model import Model
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_run_folder(output: str | Path, *, resume: bool, overwrite: bool) -> Path:
-    """Make the folder of a run, or check that an existing one may be used.
+    """Make the folder of a run, or check that an existing one may be used; rank 0 does it for all.
 
     Args:
         output: the folder.
@@ -41,7 +42,15 @@ def prepare_run_folder(output: str | Path, *, resume: bool, overwrite: bool) -> 
             from a run or a model.
         ValueError: if both were asked for.
     """
-    folder = Path(output)
+    group, folder = world(), Path(output)
+    together(
+        lambda: _prepare(folder, resume, overwrite) if group.rank() == 0 else None,
+        group,
+    )
+    return folder
+
+
+def _prepare(folder: Path, resume: bool, overwrite: bool) -> None:
     if resume and overwrite:
         raise ValueError("--resume and --overwrite contradict each other; give one")
     if resume:
@@ -57,7 +66,6 @@ def prepare_run_folder(output: str | Path, *, resume: bool, overwrite: bool) -> 
         if folder.is_dir():
             shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,8 +81,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def reporters(args: argparse.Namespace, settings: Mapping[str, Any]) -> list[WandbReporter]:
-    """What else the metrics go to, as the flags say."""
-    return [WandbReporter(args.project, settings)] if args.report_to == "wandb" else []
+    """What else the metrics of rank 0 go to, as the flags say."""
+    wanted = args.report_to == "wandb" and world().rank() == 0
+    return [WandbReporter(args.project, settings)] if wanted else []
 
 
 def save_model_into(

@@ -1,8 +1,8 @@
 """Fully sharded training: each rank keeps a piece of every layer's weights and optimizer state.
 
-MLX's ``fully_shard`` (``mlx.nn.layers.distributed``) cuts each parameter of a layer along axis 0,
-gathers the layer for each pass and hands back each piece's gradient, averaged over the ranks.
-Embedding and final norm stay whole on all ranks: the loss reads the embedding's matrix itself.
+MLX's ``FullyShardedModule`` (``mlx.nn.layers.distributed``) cuts each parameter of a layer along
+axis 0, gathers the layer for each pass and hands back each piece's gradient, averaged over the
+ranks. Embedding and final norm stay whole on all ranks, as the loss reads the embedding's matrix.
 """
 
 import re
@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx.optimizers as mlx_optim
-from mlx.nn.layers.distributed import FullyShardedModule, fully_shard
+from mlx.nn.layers.distributed import FullyShardedModule
 from mlx.utils import tree_flatten, tree_unflatten
 
 from openelm_mlx.distributed import array_of_rank_0, sum_gradients, sum_scalars
@@ -22,8 +23,25 @@ _WHOLE_MATRIX = (mlx_optim.Adafactor, mlx_optim.Muon)
 _PIECE = re.compile(r"(^|\.)layers\.\d+\.module\.")
 
 
+class _ShardedLayer(FullyShardedModule):
+    """A layer in pieces that can be gathered anew, and recomputed, in the backward pass.
+
+    Recomputing must go on around the gathering: inside, it would leave whole weights in the layer.
+    """
+
+    def __init__(self, layer: nn.Module, group: mx.distributed.Group) -> None:
+        super().__init__(layer, group=group)
+        self.recompute = layer.grad_checkpoint == "layer"
+        layer.grad_checkpoint = "none"
+
+    def __call__(self, *args: Any) -> mx.array:
+        """The layer's own."""
+        call = super().__call__
+        return nn.utils.checkpoint(self, call)(*args) if self.recompute else call(*args)
+
+
 def check_fully_shard(
-    model: Model, optimizer: mlx_optim.Optimizer, backend: str, ranks: int
+    model: Model, optimizer: mlx_optim.Optimizer, backend: str, ranks: int, *, checkpoint: str
 ) -> None:
     """Refuse, before any collective, what would hang or train something else.
 
@@ -32,6 +50,7 @@ def check_fully_shard(
         optimizer: of it.
         backend: that joins the ranks.
         ranks: their number.
+        checkpoint: what is recomputed in the backward pass.
 
     Raises:
         ValueError: with all that is in the way.
@@ -47,6 +66,8 @@ def check_fully_shard(
     if isinstance(optimizer, _WHOLE_MATRIX):
         name = type(optimizer).__name__.lstrip("_").lower()
         problems.append(f"{name} needs whole matrices; use adamw, adam, adamax, lion or sgd")
+    if checkpoint == "attention":
+        problems.append("grad_checkpoint attention would gather nothing anew; use layer or none")
     problems += _unfit(model, ranks)
     if problems:
         raise ValueError("fully_shard: " + "; ".join(problems))
@@ -56,7 +77,7 @@ def shard_layers(model: Model, group: mx.distributed.Group) -> None:
     """Keep this rank's piece of every layer; before ``optimizer.init``."""
     layers: Any = model.layers
     for i, layer in enumerate(layers):
-        layers[i] = fully_shard(layer, group=group)
+        layers[i] = _ShardedLayer(layer, group)
 
 
 def join_layers(model: Model, group: mx.distributed.Group) -> None:

@@ -16,19 +16,19 @@ import mlx.optimizers as mlx_optim
 
 from openelm_mlx.batches import Batch, Batches
 from openelm_mlx.distributed import (
-    any_rank,
     attempt,
     backend_name,
     fail_together,
     lost_rank,
     max_over_ranks,
-    texts_of_ranks,
     together,
     world,
 )
 from openelm_mlx.interrupts import NotedSignals
 from openelm_mlx.metrics import MetricsLog, Progress
 from openelm_mlx.model import Model
+from openelm_mlx.non_finite import NonFiniteError as NonFiniteError
+from openelm_mlx.non_finite import non_finite
 from openelm_mlx.objectives import LossFn
 from openelm_mlx.optim import ScheduleArgs
 from openelm_mlx.rank_checks import check_equal_runs
@@ -36,7 +36,7 @@ from openelm_mlx.replay import replay as replay
 from openelm_mlx.sharding import check_fully_shard, join_layers, shard_layers
 from openelm_mlx.training_args import TrainArgs as TrainArgs
 from openelm_mlx.training_state import TrainState, load_latest, save_best, save_state
-from openelm_mlx.training_step import StepResult, TrainStep, set_grad_checkpoint
+from openelm_mlx.training_step import TrainStep, set_grad_checkpoint
 from openelm_mlx.validation import at_most, evaluate
 from openelm_mlx.watchdog import Watchdog
 
@@ -54,10 +54,6 @@ class Outcome:
 
     state: TrainState
     reason: str
-
-
-class NonFiniteError(ValueError):
-    """The loss or the gradient is no longer a number; the message names step and samples."""
 
 
 def train(
@@ -105,7 +101,9 @@ def train(
     """
     group = world(args.backend)
     if args.fully_shard:
-        check_fully_shard(model, optimizer, backend_name(), group.size())
+        check_fully_shard(
+            *(model, optimizer, backend_name(), group.size()), checkpoint=args.grad_checkpoint
+        )
     mx.random.seed(args.seed)
     model.train()
     set_grad_checkpoint(model, args.grad_checkpoint)
@@ -245,7 +243,7 @@ class _Run:
         result = step(micro, rate)
         seconds = time.perf_counter() - start
         if not result.finite:
-            raise NonFiniteError(self._not_finite(result, micro))
+            raise non_finite(state.step + 1, result, micro, self.group)
         state.step += 1
         state.tokens += result.tokens
         state.data = self.batches.state_dict()
@@ -260,23 +258,6 @@ class _Run:
             "tokens_per_second": result.tokens / seconds,
             "peak_memory_gb": mx.get_peak_memory() / 1e9,
         }
-
-    def _not_finite(self, result: StepResult, micro: list[Batch | None]) -> str:
-        """The message, the same on all ranks: samples of the micro-batches whose loss is at fault.
-
-        All samples where no loss alone is: the gradient then is.
-        """
-        pairs = list(zip(micro, result.micro_losses, strict=True))
-        bad = [batch for batch, loss in pairs if not abs(loss) < float("inf")]
-        faulty = any_rank(bool(bad), self.group)
-        samples = [name for batch in (bad if faulty else micro) if batch for name in batch.samples]
-        own = ", ".join(samples[:8]) + (f" and {len(samples) - 8} more" if samples[8:] else "")
-        shown = "; ".join(text for text in texts_of_ranks(own, self.group) if text)
-        return (
-            f"step {self.state.step + 1}: loss {result.loss}, gradient norm {result.grad_norm} "
-            f"are not finite; samples: {shown or 'unnamed'}. The last saved state is intact: lower "
-            "the learning rate or look at these samples, then --resume"
-        )
 
     def _validate(self, sinks: list[Any], progress: Progress, watchdog: Watchdog) -> None:
         if self.validation is None:

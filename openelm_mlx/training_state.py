@@ -122,15 +122,23 @@ def load_latest(
 
 
 def load_best(run: Path, model: nn.Module) -> TrainState:
-    """Fill ``model`` with the weights of the best validation loss.
+    """Fill ``model`` with the weights of the best validation loss, rank 0's; called on all ranks.
 
     Raises:
         FileNotFoundError: if none was kept.
-        ValueError: if it is damaged.
+        ValueError: if it is damaged, or of another model.
     """
-    facts = verify(run / BEST)
-    model.load_weights(list(read_tensor_file(run / BEST / _WEIGHTS).items()), strict=False)
-    return TrainState(**facts["state"])
+    group = world()
+    facts, weights = together(lambda: _best(run, model) if group.rank() == 0 else ({}, {}), group)
+    weights = scatter(weights, _weights(model), group)
+    model.load_weights(list(weights.items()), strict=False)
+    return TrainState(**json_of_rank_0(facts, group)["state"])
+
+
+def _best(run: Path, model: nn.Module) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    facts, weights = verify(run / BEST), read_tensor_file(run / BEST / _WEIGHTS)
+    _require_same_parameters(run / BEST, weights, model)
+    return facts, weights
 
 
 def verify(folder: Path) -> dict[str, Any]:
@@ -209,17 +217,23 @@ def _read(
     """Weights and optimizer arrays of a state, under plain names, checked against this run's."""
     weights = read_tensor_file(folder / _WEIGHTS)
     arrays = read_tensor_file(folder / _OPTIMIZER)
-    if _shapes(weights) != _shapes(_weights(model)):
-        raise ValueError(
-            f"{folder} holds other trainable parameters than this run has; give the same model and "
-            "adapter settings, or another --output"
-        )
+    _require_same_parameters(folder, weights, model)
     if _shapes(arrays) != _shapes(_optimizer_arrays(optimizer)):
         raise ValueError(
             f"{folder} holds the state of another optimizer than this run has; give the same "
             "optimizer settings, or another --output"
         )
     return weights, arrays
+
+
+def _require_same_parameters(
+    folder: Path, weights: Mapping[str, mx.array], model: nn.Module
+) -> None:
+    if _shapes(weights) != _shapes(_weights(model)):
+        raise ValueError(
+            f"{folder} holds other trainable parameters than this run has; give the same model and "
+            "adapter settings, or another --output"
+        )
 
 
 def _shapes(arrays: Mapping[str, mx.array]) -> dict[str, tuple[int, ...]]:

@@ -33,8 +33,8 @@ LAYERS = {
     "2": """adapter_args adapter_embeddings adapter_files adapter_fuse adapter_layers fitting lora
         rank_checks sharding""",
     "3": "checkpoint objectives training_state tuning_settings",
-    "4": """decoding draft_model metrics preference proposals replay run_folder speculative trainer
-        training_step validation
+    "4": """decoding draft_model metrics non_finite preference proposals replay run_folder
+        speculative trainer training_step validation
         convert.adapter_merge convert.average convert.coreai convert.coreai_api
         convert.coreai_verify convert.coreml convert.coreml_graph convert.coreml_verify
         convert.coreml_weights convert.corenet convert.corenet_checkpoint
@@ -58,7 +58,7 @@ FAMILIES = (
     "batches data* packing* tuning_*",
     "compressed document_stream text_*",
     "decoding draft_model proposals speculative",
-    "metrics replay run_folder trainer training_step validation",
+    "metrics non_finite replay run_folder trainer training_step validation",
     "batch* chat generate generation_settings serve*",
     "bench bench_cases",
     "cli convert.cli",
