@@ -8,10 +8,10 @@ BIN := $(VENV)/bin
 CANDIDATES := $(if $(PYTHON),$(PYTHON),python3.13 python3.12 python3.11 python3 python)
 ifeq ($(shell uname -s),Darwin)
 BACKEND ?= metal
-EXTRAS := dev
+EXTRAS := data,plot,dev
 else
 BACKEND ?= cpu
-EXTRAS := $(BACKEND),dev
+EXTRAS := $(BACKEND),data,plot,dev
 endif
 READY := $(VENV)/.ready-$(BACKEND)
 
