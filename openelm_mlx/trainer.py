@@ -188,11 +188,14 @@ class _Run:
         state, args = self.state, self.args
         sinks: list[Any] = [MetricsLog(self.folder, from_step=state.step), *self.reporters]
         progress = Progress(self.schedule.iters, state.step, show=self.group.rank() == 0)
-        saved_at = state.step
+        started_at = saved_at = state.step
         reason = "finished"
         try:
             with NotedSignals(self._stop):
                 while state.step < self.schedule.iters:
+                    if args.early_stopping and state.stale_evals >= args.early_stopping:
+                        reason = "early"
+                        break
                     micro, stopped = self._take(args.grad_accumulation_steps)
                     if stopped or not micro:
                         reason = "interrupted" if stopped else "data"
@@ -208,12 +211,10 @@ class _Run:
                         self._save()
                         saved_at = state.step
                         watchdog.alive()
-                    if args.early_stopping and state.stale_evals >= args.early_stopping:
-                        reason = "early"
-                        break
-            if reason != "interrupted" and not self._due(args.steps_per_eval):
+            moved = state.step != started_at  # a finished run that is resumed stays as it is
+            if moved and reason != "interrupted" and not self._due(args.steps_per_eval):
                 self._validate(sinks, progress, watchdog)
-            if saved_at != state.step or reason == "early":
+            if moved and (saved_at != state.step or reason == "early"):
                 self._save()
         finally:
             progress.close()
