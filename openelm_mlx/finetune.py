@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from openelm_mlx.adapter_files import write_adapter_files
-from openelm_mlx.atomic import atomic_file
 from openelm_mlx.batches import Prefetch
 from openelm_mlx.checkpoint import load
 from openelm_mlx.distributed import describe_world, world
@@ -23,7 +22,7 @@ from openelm_mlx.lora import adapter_state, add_adapters, trainable_count, warn_
 from openelm_mlx.losses import LossArgs
 from openelm_mlx.model import Model
 from openelm_mlx.objectives import language_model_loss
-from openelm_mlx.recipe import load_recipe, render_settings
+from openelm_mlx.recipe import load_recipe
 from openelm_mlx.run_folder import (
     add_run_arguments,
     finish_run,
@@ -39,9 +38,9 @@ from openelm_mlx.training_state import load_best
 from openelm_mlx.tuning_batches import EvalBatches, TuningBatches
 from openelm_mlx.tuning_data import Sample, TuningArgs, describe_samples, load_split
 from openelm_mlx.tuning_settings import (
-    RECIPE_FILE,
     TuningSettings,
     add_tuning_flags,
+    keep_recipe,
     resolve_tuning,
 )
 from openelm_mlx.validation import evaluate
@@ -87,9 +86,8 @@ def run(args: argparse.Namespace) -> int:
         folder = prepare_run_folder(folder, resume=args.resume, overwrite=args.overwrite)
     is_first = world().rank() == 0
     if is_first:
-        sys.stderr.write(plan)
-        with atomic_file(folder / RECIPE_FILE) as file:
-            file.write_text(render_settings(settings.as_recipe()), encoding="utf-8")
+        sys.stdout.write(plan)
+        keep_recipe(folder, settings, replace=False)
     outcome = train(
         model,
         settings.optimizer.build(),
@@ -106,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
     if outcome.reason == "early":
         load_best(folder, model)
     if is_first:
+        keep_recipe(folder, settings, replace=True)
         save_result(folder, model, tokenizer, settings, outcome, stage="finetune")
     if args.test:
         _test(model, splits["test"], settings)

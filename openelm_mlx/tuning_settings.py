@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from openelm_mlx.adapter_args import AdapterArgs
+from openelm_mlx.atomic import atomic_file
 from openelm_mlx.optim import OptimizerArgs, ScheduleArgs
 from openelm_mlx.recipe import (
     Recipe,
@@ -19,6 +20,7 @@ from openelm_mlx.recipe import (
     chosen,
     load_recipe,
     pick_one,
+    render_settings,
     resolve,
     settings_of,
 )
@@ -169,6 +171,20 @@ def resolve_tuning(
         adapters=adapters,
         own=tuple(rest),
     )
+
+
+def keep_recipe(folder: Path, settings: TuningSettings, *, replace: bool) -> None:
+    """Write the recipe of a run into its folder.
+
+    Args:
+        folder: of the run.
+        settings: of the run.
+        replace: whether one that is there is replaced: only once the run is known to go on.
+    """
+    path = folder / RECIPE_FILE
+    if replace or not path.exists():
+        with atomic_file(path) as file:
+            file.write_text(render_settings(settings.as_recipe()), encoding="utf-8")
 
 
 def _recipe(namespace: argparse.Namespace) -> Recipe | None:
