@@ -78,7 +78,7 @@ class TrainStep:
         self._update: Any = self._apply
         if compiled:
             state = [model.state, random]
-            self._gradients = mx.compile(self._micro, inputs=state, outputs=[random])
+            self._gradients = mx.compile(self._micro, inputs=state, outputs=state)
             state = [model.state, optimizer.state]
             self._update = mx.compile(self._apply, inputs=state, outputs=state)
 

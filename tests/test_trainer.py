@@ -446,3 +446,51 @@ def test_ctrl_c_finishes_the_step_saves_and_exits_130(tmp_path: Path) -> None:
     state = sorted((tmp_path / "run" / STATES).iterdir())[-1]
     lines = read_metrics(tmp_path / "run")
     assert verify(state)["state"]["step"] == lines[-1]["step"] >= 5
+
+
+COMPILED = """
+import sys
+sys.path.insert(0, {tests!r})
+import openelm_mlx
+from training_makers import CountingBatches, make_model, weights_of
+from openelm_mlx.lora import AdapterArgs, add_adapters
+from openelm_mlx.objectives import language_model_loss
+from openelm_mlx.optim import OptimizerArgs, ScheduleArgs
+from openelm_mlx.trainer import train
+from openelm_mlx.training_args import TrainArgs
+import mlx.core as mx
+
+for adapters in (False, True):
+    found = []
+    for compiled in (False, True):
+        model = make_model()
+        if adapters:
+            add_adapters(model, AdapterArgs(rank=2, scale=1.0, dropout=0.1))
+        train(
+            model,
+            OptimizerArgs().build(),
+            CountingBatches(),
+            language_model_loss(),
+            TrainArgs(compile=compiled, grad_accumulation_steps=2),
+            schedule=ScheduleArgs(learning_rate=0.02, iters=4),
+        )
+        found.append(weights_of(model))
+    worst = max(mx.abs(found[0][k] - found[1][k]).max().item() for k in found[0])
+    assert worst < 1e-5, (adapters, worst)
+"""
+
+
+@pytest.mark.slow
+def test_compiled_steps_equal_eager_ones_dropout_included() -> None:
+    """In a process of its own: `make test` turns compilation off for the others."""
+    environment = {k: v for k, v in os.environ.items() if k != "MLX_DISABLE_COMPILE"}
+    script = textwrap.dedent(COMPILED).format(tests=str(Path(__file__).parent))
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
