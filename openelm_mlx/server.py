@@ -12,6 +12,7 @@ import argparse
 import json
 import logging
 import socket
+import sys
 from dataclasses import replace
 from functools import partial
 from http.server import ThreadingHTTPServer
@@ -95,12 +96,16 @@ class Server:
 
 def _http_server(family: int) -> type[ThreadingHTTPServer]:
     class QuietServer(ThreadingHTTPServer):
-        """One line where a client goes away, in place of a traceback."""
+        """One line where a request fails, in place of a traceback."""
 
         address_family = family
 
         def handle_error(self, request: Any, client_address: Any) -> None:
-            logger.info("%s: the connection ended early", client_address[0], exc_info=False)
+            error = sys.exception()
+            if isinstance(error, ConnectionError):
+                logger.info("%s: the client went away", client_address[0])
+            else:
+                logger.error("%s: %s: %s", client_address[0], type(error).__name__, error)
 
     return QuietServer
 

@@ -79,11 +79,13 @@ def alone(
     ],
     ids=lambda s: "-".join(s) or "greedy",
 )
-@pytest.mark.parametrize("batch_size", [1, 3, 16])
+@pytest.mark.parametrize(
+    "batch_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 16))]
+)
 def test_each_row_comes_out_as_it_would_alone(
     model: Model, tokenizer: Tokenizer, settings: dict[str, Any], batch_size: int
 ) -> None:
-    args = GenerateArgs(max_tokens=20, **settings)
+    args = GenerateArgs(max_tokens=12, **settings)
     found = generate_batch(model, tokenizer, PROMPTS, args, batch_size=batch_size)
     assert found == [alone(model, tokenizer, prompt, args) for prompt in PROMPTS]
 

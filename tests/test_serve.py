@@ -3,6 +3,8 @@
 import argparse
 import json
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import urllib.error
@@ -43,7 +45,7 @@ def ids(tokenizer: Tokenizer) -> list[int]:
 def model(tokenizer: Tokenizer, ids: list[int]) -> Model:
     """Says the pieces after BOS and after a line break, which ends a chat prompt."""
     newline = tokenizer.encode("\n", bos=False)[-1]
-    successors = chain([1, *ids, 2], [newline, ids[0]])
+    successors = chain([1, *ids, 2], [newline, ids[0]], [5, 5])  # 5 for ever
     return chain_model(successors, vocab_size=tokenizer.vocab_size, context=CONTEXT)
 
 
@@ -217,11 +219,26 @@ def test_a_prompt_that_was_cached_whole_is_answered(client: Client, ids: list[in
     assert client.get("/health") == {"status": "ok"}
 
 
+def test_a_client_that_goes_away_harms_no_other(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = json.dumps({"prompt": [5], "max_tokens": 200, "stream": True}).encode()
+    host, port = client.base.removeprefix("http://").split(":")
+    with caplog.at_level("INFO"), socket.create_connection((host, int(port))) as connection:
+        head = f"POST /v1/completions HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        connection.recv(20)
+        linger = struct.pack("ii", 1, 0)  # close by reset, as a killed program does
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    assert choice(client.complete("")) == (TEXT, "stop")
+    assert "Traceback" not in caplog.text
+
+
 def test_memory_stays_within_the_bounds(client: Client) -> None:  # REPORTS D17
     cache = client.server._generator.prompt_cache
 
     def ask(n: int) -> None:
-        client.complete([5 + n % 300, 6, *[7 + n % 200] * 150], max_tokens=4)
+        client.complete([6 + n % 300, 6, *[7 + n % 200] * 150], max_tokens=4)
 
     for n in range(8):
         ask(n)
