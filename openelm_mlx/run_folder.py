@@ -19,9 +19,10 @@ from openelm_mlx.checkpoint import save_model
 from openelm_mlx.config import ModelArgs
 from openelm_mlx.distributed import together, world
 from openelm_mlx.memory import training_memory
-from openelm_mlx.metrics import WandbReporter, read_metrics
+from openelm_mlx.metrics import read_metrics
 from openelm_mlx.model import Model
 from openelm_mlx.plots import try_plot_losses
+from openelm_mlx.progress import WandbReporter
 from openelm_mlx.recipe import render_settings
 from openelm_mlx.tokenizer import Tokenizer
 from openelm_mlx.trainer import Outcome

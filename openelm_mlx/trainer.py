@@ -25,12 +25,13 @@ from openelm_mlx.distributed import (
     world,
 )
 from openelm_mlx.interrupts import NotedSignals
-from openelm_mlx.metrics import MetricsLog, Progress
+from openelm_mlx.metrics import MetricsLog
 from openelm_mlx.model import Model
 from openelm_mlx.non_finite import NonFiniteError as NonFiniteError
 from openelm_mlx.non_finite import non_finite
 from openelm_mlx.objectives import LossFn
 from openelm_mlx.optim import ScheduleArgs
+from openelm_mlx.progress import Progress
 from openelm_mlx.rank_checks import check_equal_runs
 from openelm_mlx.replay import replay as replay
 from openelm_mlx.sharding import check_fully_shard, join_layers, shard_layers

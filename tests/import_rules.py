@@ -19,7 +19,8 @@ PACKAGES = ("openelm_mlx", "convert")
 LAYERS = {
     "foundation": "atomic blas",
     "0": """cache chat_template compressed config config_check detokenizer distributed doctor
-        document_stream graph_count hub interrupts losses mismatch optim plots recipe
+        document_stream graph_count hub interrupts losses metrics mismatch optim plots
+        python_text recipe
         recipe_flags recipe_values sampling scaling sentencepiece_json text_files
         text_filters text_formats tokenizer tokenizer_backends tokenizer_codec
         tokenizer_files tokenizer_search watchdog
@@ -33,7 +34,7 @@ LAYERS = {
     "2": """adapter_args adapter_embeddings adapter_files adapter_fuse adapter_layers fitting lora
         rank_checks sharding""",
     "3": "checkpoint objectives training_state tuning_settings",
-    "4": """decoding draft_model metrics non_finite preference proposals replay run_folder
+    "4": """decoding draft_model non_finite preference progress proposals replay run_folder
         speculative trainer training_step validation
         convert.adapter_merge convert.average convert.coreai convert.coreai_api
         convert.coreai_verify convert.coreml convert.coreml_graph convert.coreml_verify
@@ -44,9 +45,9 @@ LAYERS = {
         convert.peft_tensors convert.quantize convert.quantize_check convert.quantize_plan
         convert.source""",
     "5": """batch batch_file chat dpo evaluate finetune fuse fuse_report generate
-        generation_settings info pretrain serve server tokenizer_training
+        generation_settings info pretrain pretrain_settings serve server tokenizer_training
         server_generation""",
-    "6": "bench bench_cases check_release demo",
+    "6": "bench bench_cases bench_shared bench_training check_release demo",
     "7": "cli convert.cli",
 }
 # One thing split for reading: its parts may import each other though in one layer (patterns).
@@ -58,9 +59,12 @@ FAMILIES = (
     "batches data* packing* tuning_*",
     "compressed document_stream text_*",
     "decoding draft_model proposals speculative",
-    "metrics non_finite replay run_folder trainer training_step validation",
+    "non_finite progress replay run_folder trainer training_step validation",
     "batch* chat generate generation_settings serve*",
-    "bench bench_cases",
+    "bench*",
+    "dpo finetune",  # the same models tuned on other data
+    "metrics plots",
+    "pretrain*",
     "cli convert.cli",
     "convert.pt_*",
     "convert.corenet* convert.adapter_merge",
@@ -84,6 +88,7 @@ ANYWHERE = {"0": "mlx yaml sentencepiece", "1": "numpy", "4": "tqdm"}
 INSIDE = {
     "0": "ftfy huggingface_hub jinja2 matplotlib pyarrow tokenizers zstandard",
     "1": "datasets",
+    "4": "wandb",
     "5": "lm_eval mlx_lm",
 }
 MLX_ALONE = "cache losses model optim sampling"  # no other third party
