@@ -1,0 +1,193 @@
+"""English text that every Python installation has: its language reference and its docstrings.
+
+For runs that need real text and no network: the demo and a test. Sources are read as text and
+never imported; the order depends on the Python version alone. Knows no tokens.
+"""
+
+import ast
+import inspect
+import random
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_SKIPPED = {"encodings", "idlelib", "lib2to3", "pydoc_data", "test", "tests", "turtledemo"}
+_ANSWER = range(24, 161)  # characters of an answer
+_PUBLIC_NAMES = {"posixpath": "os.path"}  # files whose contents are known under another name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Docstring:
+    """What the source says of one thing.
+
+    Attributes:
+        name: ``os.path.join``.
+        kind: ``module``, ``class`` or ``function``.
+        text: the docstring, its indentation taken off.
+    """
+
+    name: str
+    kind: str
+    text: str
+
+
+def documents() -> Iterator[str]:
+    """Texts to train on: a topic of the language reference each, and a module's docstrings each.
+
+    No text comes twice.
+
+    Raises:
+        FileNotFoundError: where the installation has no sources.
+    """
+    yield from dict.fromkeys(_topics())
+    module, parts = "", list[str]()
+    for found in docstrings():
+        if found.kind == "module" and parts:
+            yield "\n\n".join(parts)
+            parts = []
+        module = found.name if found.kind == "module" else module
+        if found.text:
+            parts.append(f"{found.name}\n{found.text}")
+    if parts:
+        yield "\n\n".join(parts)
+
+
+def question_answers() -> Iterator[dict[str, str]]:
+    """Records with ``prompt`` and ``completion``, made from the docstrings of public functions.
+
+    The completion is the docstring's first sentence. No prompt and no completion comes twice.
+
+    Raises:
+        FileNotFoundError: where the installation has no sources.
+    """
+    prompts, answers = set[str](), set[str]()
+    for found in docstrings():
+        prompt = f"What does {found.name} do?"
+        answer = first_sentence(found.text)
+        private = any(part.startswith("_") for part in found.name.split("."))
+        if found.kind != "function" or private or len(answer) not in _ANSWER:
+            continue
+        if prompt not in prompts and answer not in answers:
+            prompts.add(prompt)
+            answers.add(answer)
+            yield {"prompt": prompt, "completion": answer}
+
+
+def preferences() -> Iterator[dict[str, str]]:
+    """Records with ``prompt``, ``chosen`` and ``rejected``: a true answer, and its words shuffled.
+
+    Answers of fewer than five different words are left out.
+
+    Raises:
+        FileNotFoundError: where the installation has no sources.
+    """
+    rng = random.Random(0)
+    for record in question_answers():
+        words = record["completion"].split()
+        if len(set(words)) < 5:
+            continue
+        shuffled = words[:]
+        while shuffled == words:
+            rng.shuffle(shuffled)
+        yield {
+            "prompt": record["prompt"],
+            "chosen": record["completion"],
+            "rejected": " ".join(shuffled),
+        }
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence of a docstring in one line; empty where it does not end in a full stop."""
+    paragraph = " ".join(text.partition("\n\n")[0].split())
+    sentence, stop, _ = f"{paragraph} ".partition(". ")
+    return f"{sentence}." if stop else ""
+
+
+@cache
+def docstrings() -> tuple[Docstring, ...]:
+    """Every docstring of the standard library, each text once; a module first, then its parts.
+
+    A module without a docstring, or with one that has come before, stands there with no text.
+
+    Raises:
+        FileNotFoundError: where the installation has no sources.
+    """
+    seen, found = set[str](), list[Docstring]()
+    for path in _sources():
+        for item in _docstrings_of(path):
+            text = "" if item.text in seen else item.text
+            seen.add(item.text)
+            if text or item.kind == "module":
+                found.append(Docstring(name=item.name, kind=item.kind, text=text))
+    return tuple(found)
+
+
+def _library() -> Path:
+    folder = Path(sysconfig.get_path("stdlib"))
+    if not (folder / "os.py").is_file():
+        raise FileNotFoundError(
+            f"{folder} holds no sources of Python's standard library; use a Python that has them"
+        )
+    return folder
+
+
+def _sources() -> Iterator[Path]:
+    """Files of the standard library's modules, in order of their names."""
+    folder = _library()
+    known = sys.stdlib_module_names - _SKIPPED
+    tops = [path for path in folder.iterdir() if path.stem in known]  # not site-packages
+    files = [path for path in tops if path.suffix == ".py"]
+    files += [path for top in tops if top.is_dir() for path in top.rglob("*.py")]
+    for path in sorted(files):
+        if not _SKIPPED.intersection(path.relative_to(folder).parts):
+            yield path
+
+
+def _parsed(path: Path) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # old escapes in the library's own strings
+        return ast.parse(path.read_bytes())
+
+
+def _docstrings_of(path: Path) -> Iterator[Docstring]:
+    name = ".".join(path.relative_to(_library()).with_suffix("").parts)
+    name = name.removesuffix(".__init__")
+    name = _PUBLIC_NAMES.get(name, name)
+    try:
+        tree = _parsed(path)
+    except (SyntaxError, ValueError):  # templates, and files that are broken on purpose
+        return
+    yield Docstring(name=name, kind="module", text=_text(tree))
+    yield from _members(tree, name)
+
+
+def _members(node: ast.Module | ast.ClassDef, name: str) -> Iterator[Docstring]:
+    for child in node.body:
+        if isinstance(child, ast.ClassDef):
+            own = f"{name}.{child.name}"
+            yield Docstring(name=own, kind="class", text=_text(child))
+            yield from _members(child, own)
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield Docstring(name=f"{name}.{child.name}", kind="function", text=_text(child))
+
+
+def _text(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    text = ast.get_docstring(node, clean=False) or ""
+    return inspect.cleandoc(text).strip().encode("utf-8", "ignore").decode()
+
+
+def _topics() -> Iterator[str]:
+    """Texts of ``help()``'s topics; none where the installation has left them out."""
+    path = _library() / "pydoc_data" / "topics.py"
+    if not path.is_file():
+        return
+    for node in _parsed(path).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            for value in node.value.values:
+                text = ast.literal_eval(value)
+                if isinstance(text, str) and text.strip():
+                    yield text.strip()
