@@ -24,7 +24,6 @@ _PUBLIC = {
     "generate": "openelm_mlx.generate",
     "stream_generate": "openelm_mlx.generate",
     "from_corenet": "convert.corenet",
-    "export_coreml": "convert.coreml",
 }
 
 __all__ = ["Model", "ModelArgs", "__version__", "generate", "load", "stream_generate"]
@@ -36,5 +35,4 @@ def __getattr__(name: str) -> object:
     """Import a public name when it is first asked for (PEP 562)."""
     if name not in _PUBLIC:
         raise AttributeError(f"module 'openelm_mlx' has no attribute {name!r}")
-    module = import_module(_PUBLIC[name])
-    return getattr(module, "export" if name == "export_coreml" else name)
+    return getattr(import_module(_PUBLIC[name]), name)
