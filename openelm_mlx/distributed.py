@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -216,6 +217,29 @@ def json_of_rank_0(value: Any, group: mx.distributed.Group) -> Any:
     raw = mx.array(list(data.ljust(length, b"\0")), dtype=mx.uint8)
     shared: Any = array_of_rank_0(raw, group).tolist()
     return json.loads(bytes(shared))
+
+
+@contextmanager
+def own_random_numbers(group: mx.distributed.Group) -> Iterator[None]:
+    """Inside, each rank draws other numbers (its dropout); after it all stand at the same key.
+
+    The key after it does not depend on what was drawn, so a state that rank 0 saves serves all.
+    """
+    if group.size() == 1:
+        yield
+        return
+    state: Any = mx.random.state
+    following, inside = mx.random.split(state[0])
+    _set_key(mx.random.split(inside, group.size())[group.rank()])
+    try:
+        yield
+    finally:
+        _set_key(following)
+
+
+def _set_key(key: mx.array) -> None:
+    high, low = (int(word) for word in key.tolist())
+    mx.random.seed(high << 32 | low)  # the seed that makes this key
 
 
 def lost_rank(error: BaseException) -> RankError | None:

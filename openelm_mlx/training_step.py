@@ -14,7 +14,7 @@ import mlx.optimizers as mlx_optim
 from mlx.utils import tree_map
 
 from openelm_mlx.batches import Batch, stand_in
-from openelm_mlx.distributed import sum_scalars
+from openelm_mlx.distributed import own_random_numbers, sum_scalars
 from openelm_mlx.model import Model
 from openelm_mlx.objectives import LossFn
 from openelm_mlx.sharding import add_gradients, global_norm
@@ -93,6 +93,18 @@ class TrainStep:
         Returns:
             What it did; with ``finite`` False model and optimizer are as before.
         """
+        with own_random_numbers(self._group):
+            gradients, micro = self._accumulate(batches)
+        total = sum_scalars(micro.sum(axis=0), self._group)
+        gradients = add_gradients(gradients, self._group)
+        count = mx.array(1.0) if self._sum_of_means else total[1]
+        gradients = tree_map(lambda g: g / mx.maximum(count, 1).astype(g.dtype), gradients)
+        norm = global_norm(gradients, self._group)
+        mx.eval(gradients, norm, total, micro)
+        return self._finish(gradients, norm, total, micro, learning_rate)
+
+    def _accumulate(self, batches: Sequence[Batch | None]) -> tuple[Any, mx.array]:
+        """Gradients added over this rank's micro-batches, and (k, 2 + metrics) sums of each."""
         gradients: Any = None
         sums: list[mx.array] = []
         for batch in batches:
@@ -105,14 +117,7 @@ class TrainStep:
             mx.eval(gradients, values)  # one micro-batch's activations at a time
             if self._alive is not None:
                 self._alive()
-        micro = mx.stack(sums)  # (k, 2 + metrics)
-        total = sum_scalars(micro.sum(axis=0), self._group)
-        gradients = add_gradients(gradients, self._group)
-        count = mx.array(1.0) if self._sum_of_means else total[1]
-        gradients = tree_map(lambda g: g / mx.maximum(count, 1).astype(g.dtype), gradients)
-        norm = global_norm(gradients, self._group)
-        mx.eval(gradients, norm, total, micro)
-        return self._finish(gradients, norm, total, micro, learning_rate)
+        return gradients, mx.stack(sums)
 
     def _finish(
         self,
