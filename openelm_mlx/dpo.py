@@ -19,7 +19,6 @@ from openelm_mlx.atomic import atomic_file
 from openelm_mlx.batches import Batch, Prefetch
 from openelm_mlx.checkpoint import load
 from openelm_mlx.distributed import describe_world, sum_scalars, world
-from openelm_mlx.finetune import prepare_model, save_result
 from openelm_mlx.lora import trainable_count
 from openelm_mlx.model import Model
 from openelm_mlx.preference import PreferenceArgs, preference_loss, sequence_logprobs_of
@@ -35,6 +34,7 @@ from openelm_mlx.run_folder import (
 from openelm_mlx.trainer import train
 from openelm_mlx.training_state import load_best
 from openelm_mlx.tuning_pairs import EvalPairBatches, Pair, PairArgs, PairBatches, load_pairs
+from openelm_mlx.tuning_run import prepare_model, save_result
 from openelm_mlx.tuning_settings import (
     RECIPE_FILE,
     TuningSettings,

@@ -24,6 +24,7 @@ from openelm_mlx.model import Model
 from openelm_mlx.plots import try_plot_losses
 from openelm_mlx.progress import WandbReporter
 from openelm_mlx.recipe import render_settings
+from openelm_mlx.run_flags import add_run_arguments as add_run_arguments
 from openelm_mlx.tokenizer import Tokenizer
 from openelm_mlx.trainer import Outcome
 
@@ -67,18 +68,6 @@ def _prepare(folder: Path, resume: bool, overwrite: bool) -> None:
         if folder.is_dir():
             shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
-
-
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that every training command has beside its settings."""
-    add = parser.add_argument
-    add("--recipe", metavar="R", help="YAML file, or a recipe of the package; flags win over it")
-    add("--output", required=True, metavar="DIR", help="folder of the run")
-    add("--resume", action="store_true", help="continue the run in DIR from its newest state")
-    add("--overwrite", action="store_true", help="throw away the run that is in DIR")
-    add("--dry-run", action="store_true", help="show the plan and the first samples, then stop")
-    add("--report-to", choices=["wandb"], help="send metrics to Weights & Biases too")
-    add("--project", default="openelm-mlx", metavar="P", help="name of the project there")
 
 
 def reporters(args: argparse.Namespace, settings: Mapping[str, Any]) -> list[WandbReporter]:

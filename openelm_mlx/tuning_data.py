@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from openelm_mlx.text_filters import fix_text
 from openelm_mlx.tokenizer import Tokenizer
+from openelm_mlx.tuning_args import TuningArgs as TuningArgs
 from openelm_mlx.tuning_files import Record, find_split, read_records, refuse
 from openelm_mlx.tuning_formats import FORMATS, Chat, Format, Text, recognise
 from openelm_mlx.tuning_lengths import Fitter, Row
@@ -28,32 +28,6 @@ from openelm_mlx.tuning_tokens import (
 )
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuningArgs:
-    """What the samples are, and which of their tokens are learned.
-
-    Raises:
-        ValueError: for values out of range and settings that cannot go together.
-    """
-
-    format: Literal["auto", "messages", "completions", "commonsense", "alpaca", "text"] = "auto"
-    mask_prompt: bool = False  # learn the answers alone
-    max_seq_length: int = 2048  # tokens that the model reads of one sample
-    split_long: bool = False  # longer samples in pieces, in place of losing their ends
-    long_prompts: Literal["skip", "cut"] = "skip"  # where no answer is left: skip, or cut the left
-    use_chat_template: bool = False  # completions as a user's and an assistant's message
-    fix_text: bool = False  # mend characters with ftfy, as CoreNet's tokenizer does
-    share_rows: bool = True  # short samples share rows without seeing each other
-
-    def __post_init__(self) -> None:
-        if self.max_seq_length < 2:
-            raise ValueError(f"max_seq_length must be at least 2, got {self.max_seq_length}")
-        if self.long_prompts == "cut" and (self.split_long or not self.mask_prompt):
-            raise ValueError(
-                "long_prompts cut has an effect only with mask_prompt and without split_long"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)

@@ -17,6 +17,7 @@ import numpy as np
 from openelm_mlx.batches import Batch
 from openelm_mlx.packing import lay_rows
 from openelm_mlx.tokenizer import Tokenizer
+from openelm_mlx.tuning_args import PairArgs as PairArgs
 from openelm_mlx.tuning_batches import EpochBatches, Rows, digest_of
 from openelm_mlx.tuning_data import Sample
 from openelm_mlx.tuning_files import Record, find_split, read_records, refuse
@@ -26,26 +27,6 @@ from openelm_mlx.tuning_tokens import encode_chat, encode_text, ensure_chat_temp
 logger = logging.getLogger(__name__)
 
 SIDES = ("chosen", "rejected")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairArgs:
-    """How pairs are encoded and cut.
-
-    Raises:
-        ValueError: for lengths that leave no room for an answer.
-    """
-
-    max_seq_length: int = 1024  # tokens of prompt and answer; longer answers lose their ends
-    max_prompt_length: int = 512  # tokens of the prompt; longer ones lose their beginnings
-    use_chat_template: bool = False  # prompts and answers of text as messages
-
-    def __post_init__(self) -> None:
-        if not 2 <= self.max_prompt_length < self.max_seq_length:
-            raise ValueError(
-                f"max_prompt_length {self.max_prompt_length} must be at least 2 and less than "
-                f"max_seq_length {self.max_seq_length}, or no answer fits"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)

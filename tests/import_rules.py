@@ -21,7 +21,7 @@ LAYERS = {
     "0": """cache chat_template compressed config config_check detokenizer distributed doctor
         document_stream graph_count hub interrupts losses metrics mismatch optim plots
         python_text recipe
-        recipe_flags recipe_values sampling scaling sentencepiece_json text_files
+        recipe_flags recipe_values run_flags sampling scaling sentencepiece_json text_files
         text_filters text_formats tokenizer tokenizer_backends tokenizer_codec
         tokenizer_files tokenizer_search watchdog
         convert.dtypes convert.licence convert.mil_eval convert.mil_ops convert.mil_package
@@ -29,8 +29,8 @@ LAYERS = {
         convert.pt_file convert.pt_globals convert.pt_numpy convert.pt_tensor
         convert.pt_unpickler convert.pt_writer""",
     "1": """batches compatibility data data_corenet data_encoding data_sources memory model packing
-        packing_plan training_args tuning_batches tuning_data tuning_files tuning_formats
-        tuning_lengths tuning_pairs tuning_tokens weight_files""",
+        packing_plan training_args tuning_args tuning_batches tuning_data tuning_files
+        tuning_formats tuning_lengths tuning_pairs tuning_tokens weight_files""",
     "2": """adapter_args adapter_embeddings adapter_files adapter_fuse adapter_layers fitting lora
         rank_checks sharding""",
     "3": "checkpoint objectives training_state tuning_settings",
@@ -46,7 +46,7 @@ LAYERS = {
         convert.source""",
     "5": """batch batch_file chat dpo evaluate finetune fuse fuse_report generate
         generation_settings info pretrain pretrain_settings serve server tokenizer_training
-        server_generation""",
+        server_generation tuning_run""",
     "6": "bench bench_cases bench_shared bench_training check_release demo",
     "7": "cli convert.cli",
 }
@@ -62,7 +62,7 @@ FAMILIES = (
     "non_finite progress replay run_folder trainer training_step validation",
     "batch* chat generate generation_settings serve*",
     "bench*",
-    "dpo finetune",  # the same models tuned on other data
+    "dpo finetune tuning_run",  # the same models tuned on other data
     "metrics plots",
     "pretrain*",
     "cli convert.cli",

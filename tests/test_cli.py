@@ -42,7 +42,7 @@ print(codes, [name for name in {HEAVY} if name in sys.modules])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["generate", "convert", "doctor"])
+@pytest.mark.parametrize("command", ["generate", "finetune", "convert", "doctor"])
 def test_help_takes_less_than_a_third_of_a_second(command: str) -> None:
     def seconds() -> float:  # of processor time, which other programs do not lengthen much
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
