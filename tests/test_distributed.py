@@ -20,7 +20,7 @@ from openelm_mlx.metrics import WALL_CLOCK, read_metrics
 from openelm_mlx.training_state import STATES, verify
 from openelm_mlx.watchdog import STALLED, Watchdog
 
-MPI = {"MLX_MPI_LIBNAME": "libmpi.so.40"}
+MPI = {"MLX_MPI_LIBNAME": "libmpi.so.40", "OMPI_MCA_plm_rsh_agent": ""}  # all on this machine
 MPI_COMMAND = [str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "-n", "2"]
 needs_mpi = pytest.mark.skipif(MPIRUN is None, reason="mpirun is not installed")
 LAUNCHER = {"MLX_HOSTFILE", "MLX_RANK", "MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR"} | {
