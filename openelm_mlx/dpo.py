@@ -22,7 +22,7 @@ from openelm_mlx.distributed import describe_world, sum_scalars, world
 from openelm_mlx.lora import trainable_count
 from openelm_mlx.model import Model
 from openelm_mlx.preference import PreferenceArgs, preference_loss, sequence_logprobs_of
-from openelm_mlx.recipe import load_recipe, render_settings
+from openelm_mlx.recipe import load_recipe
 from openelm_mlx.run_folder import (
     add_run_arguments,
     finish_run,
@@ -36,9 +36,9 @@ from openelm_mlx.training_state import load_best
 from openelm_mlx.tuning_pairs import EvalPairBatches, Pair, PairArgs, PairBatches, load_pairs
 from openelm_mlx.tuning_run import prepare_model, save_result
 from openelm_mlx.tuning_settings import (
-    RECIPE_FILE,
     TuningSettings,
     add_tuning_flags,
+    keep_recipe,
     resolve_tuning,
 )
 from openelm_mlx.weight_files import read_tensor_file
@@ -84,9 +84,8 @@ def run(args: argparse.Namespace) -> int:
         folder = prepare_run_folder(folder, resume=args.resume, overwrite=args.overwrite)
     is_first = world().rank() == 0
     if is_first:
-        sys.stderr.write(plan)
-        with atomic_file(folder / RECIPE_FILE) as file:
-            file.write_text(render_settings(settings.as_recipe()), encoding="utf-8")
+        sys.stdout.write(plan)
+        keep_recipe(folder, settings, replace=False)
     references = kept_references(folder, model, [*pairs, *valid], batch_size=tune.batch_size)
     outcome = train(
         model,
@@ -104,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
     if outcome.reason == "early":
         load_best(folder, model)
     if is_first:
+        keep_recipe(folder, settings, replace=True)
         save_result(folder, model, tokenizer, settings, outcome, stage="dpo")
     return finish_run(folder, outcome) if is_first else 0
 

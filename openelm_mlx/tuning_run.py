@@ -67,6 +67,7 @@ def tune(args: argparse.Namespace, settings: TuningSettings) -> int:
         split: load_split(given.data, split, tokenizer, tuning)
         for split in ("train", "valid", *(["test"] if args.test else []))
     }
+    _check_context(model, splits["train"])
     prepare_model(model, settings)
     source = batches_of(splits["train"], settings)
     settings = settings.for_updates(len(source.plan))
@@ -102,6 +103,16 @@ def tune(args: argparse.Namespace, settings: TuningSettings) -> int:
     if args.test:
         _test(model, splits["test"], settings)
     return finish_run(folder, outcome) if is_first else 0
+
+
+def _check_context(model: Model, samples: Sequence[Sample]) -> None:
+    longest = max(len(sample.tokens) - 1 for sample in samples)
+    if longest > model.args.max_context_length:
+        logger.warning(
+            "samples have up to %d tokens, more than the %d that the model was made for; "
+            "--max-seq-length %d cuts them",
+            *(longest, model.args.max_context_length, model.args.max_context_length),
+        )
 
 
 def prepare_model(model: Model, settings: TuningSettings) -> None:

@@ -212,6 +212,20 @@ def test_b32_the_plan_and_the_recipe_say_what_was_chosen(tuner: Tuner, tmp_path:
     assert losses(tmp_path / "again") == losses(tmp_path / "run")
 
 
+def test_samples_longer_than_the_models_context_are_pointed_out(
+    capsys: pytest.CaptureFixture[str],
+    data: Path,
+    tiny_tokenizer: tiny.TinyTokenizer,
+    tmp_path: Path,
+) -> None:
+    model = small_model(max_context_length=32)
+    tuner = Tuner(capsys, small_folder(tmp_path / "b", tiny_tokenizer.tokenizer, model), data)
+    outcome = tuner("--iters", 1, "--dry-run", "--output", tmp_path / "run")
+    assert "more than the 32 that the model was made for; --max-seq-length 32" in outcome.err
+    cut = tuner("--iters", 1, "--dry-run", "--max-seq-length", 32, "--output", tmp_path / "run")
+    assert "was made for" not in cut.err
+
+
 def test_a_dry_run_shows_plan_and_samples_and_writes_nothing(tuner: Tuner, tmp_path: Path) -> None:
     outcome = tuner("--iters", 5, "--mask-prompt", "--dry-run", "--output", tmp_path / "run")
     assert outcome.code == 0
