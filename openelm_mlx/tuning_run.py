@@ -70,6 +70,7 @@ def tune(args: argparse.Namespace, settings: TuningSettings) -> int:
     _check_context(model, splits["train"])
     prepare_model(model, settings)
     source = batches_of(splits["train"], settings)
+    _check_ranks(source, world().size())
     settings = settings.for_updates(len(source.plan))
     plan = _plan(model, splits, source, settings)
     if args.dry_run:
@@ -112,6 +113,16 @@ def _check_context(model: Model, samples: Sequence[Sample]) -> None:
             "samples have up to %d tokens, more than the %d that the model was made for; "
             "--max-seq-length %d cuts them",
             *(longest, model.args.max_context_length, model.args.max_context_length),
+        )
+
+
+def _check_ranks(source: TuningBatches, ranks: int) -> None:
+    rows = max(rows for rows, _ in source.plan.shapes)
+    if rows < ranks:
+        logger.warning(
+            "batches have %d rows for %d ranks, some of which will be idle; --no-share-rows gives "
+            "each sample a row, a larger --batch-size more of them",
+            *(rows, ranks),
         )
 
 

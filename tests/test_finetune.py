@@ -278,3 +278,21 @@ def test_a_folder_with_a_run_is_refused_before_anything_is_read(
     assert files(tmp_path / "run") == before  # nothing is thrown away for a run that cannot start
     tuner.run(tmp_path / "run", "--iters", 2, "--overwrite")
     assert len(losses(tmp_path / "run")) == 2
+
+
+def test_ranks_that_would_be_idle_are_pointed_out(
+    monkeypatch: pytest.MonkeyPatch, tuner: Tuner, tmp_path: Path
+) -> None:
+    class Four:
+        """A group of four, as ``world`` gives it, of which this is the first."""
+
+        def rank(self) -> int:
+            return 0
+
+        def size(self) -> int:
+            return 4
+
+    monkeypatch.setattr("openelm_mlx.tuning_run.world", Four)
+    argv = ["--dry-run", "--output", tmp_path / "run"]
+    assert "1 rows for 4 ranks, some of which will be idle" in tuner(*argv).err
+    assert "idle" not in tuner(*argv, "--no-share-rows").err
