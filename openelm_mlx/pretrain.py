@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     mx.random.seed(train_args.seed)
     model = new_model(model_args, architecture)
     if world().rank() == 0:
-        sys.stderr.write(_plan(text, model, train_args, schedule, settings))
+        sys.stdout.write(_plan(text, model, train_args, schedule, settings))
     outcome = train(
         model,
         optimizer.build(),
@@ -212,26 +212,23 @@ def _dry_run(
     schedule: ScheduleArgs,
     settings: dict[str, Any],
 ) -> int:
-    """Show the plan, the files and the first rows; 1 if the run could not start."""
+    """Show the files, the plan and the first row; 1 if the run could not start."""
     found: list[EntryFiles] = [
         entry
         for names in (text.data, text.valid_data)
         if names
         for entry in look_for(entries(names), text_key=text.text_key, root=text.data_root)
     ]
-    missing = sum(len(entry.missing) for entry in found)
-    tokenizer = load_tokenizer(text.tokenizer, required=False)
-    if tokenizer is not None:
-        model = Model(architecture.build(tokenizer.vocab_size))
-        model.set_dtype(architecture.weights_dtype())
-        sys.stdout.write(_plan(text, model, train_args, schedule, settings) + "\n")
+    files, missing = (sum(len(getattr(e, key)) for e in found) for key in ("files", "missing"))
     sys.stdout.write("".join(entry.describe() + "\n" for entry in found))
-    files = sum(len(entry.files) for entry in found)
-    sys.stdout.write(f"{files - missing} of {files} files are there, {missing} are missing\n")
-    if tokenizer is None or missing:
+    sys.stdout.write(f"{files - missing} of {files} files are there, {missing} are missing\n\n")
+    tokenizer = load_tokenizer(text.tokenizer)
+    model = Model(architecture.build(tokenizer.vocab_size))
+    model.set_dtype(architecture.weights_dtype())
+    sys.stdout.write(_plan(text, model, train_args, schedule, settings))
+    if missing:
         return 1
     source = batches_of(text, filters, tokenizer, model.args, seed=train_args.seed)
-    batch = next(iter(source))
-    row: Any = batch.tokens[0].tolist()
+    row: Any = next(source).tokens[0].tolist()
     sys.stdout.write(f"\nfirst row:\n{tokenizer.decode(row[:200])}\n")
     return 0
