@@ -238,8 +238,8 @@ def own_random_numbers(group: mx.distributed.Group) -> Iterator[None]:
 
 
 def _set_key(key: mx.array) -> None:
-    high, low = (int(word) for word in key.tolist())
-    mx.random.seed(high << 32 | low)  # the seed that makes this key
+    words: Any = key.tolist()
+    mx.random.seed(words[0] << 32 | words[1])  # the seed that makes this key
 
 
 def lost_rank(error: BaseException) -> RankError | None:

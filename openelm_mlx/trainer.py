@@ -212,11 +212,11 @@ class _Run:
                         self._save()
                         saved_at = state.step
                         watchdog.alive()
-            moved = state.step != started_at  # a finished run that is resumed stays as it is
-            if moved and reason != "interrupted" and not self._due(args.steps_per_eval):
-                self._validate(sinks, progress, watchdog)
-            if moved and (saved_at != state.step or reason == "early"):
-                self._save()
+                moved = state.step != started_at  # a finished run that is resumed stays as it is
+                if moved and reason != "interrupted" and not self._due(args.steps_per_eval):
+                    self._validate(sinks, progress, watchdog)
+                if moved and (saved_at != state.step or reason == "early"):
+                    self._save()
         finally:
             progress.close()
             for sink in sinks:

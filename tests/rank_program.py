@@ -197,6 +197,25 @@ def hangs(folder: Path) -> Outcome:
     return run(folder, Trouble(1, 6, lambda _: _signal(signal.SIGSTOP)), stall_timeout=2)
 
 
+def stopped(folder: Path) -> Outcome:
+    """Rank 1 is told to stop while it reads its sixth batch; rank 0 needs long to save."""
+    from openelm_mlx import training_state
+
+    write = training_state._write
+
+    def slow_write(*args: Any) -> None:
+        time.sleep(0.7 if world().rank() == 0 else 0)
+        write(*args)
+
+    training_state._write = slow_write
+    return run(folder, Trouble(1, 6, _stop))
+
+
+def _stop(batch: Batch) -> Batch:
+    os.kill(os.getpid(), signal.SIGTERM)
+    return batch
+
+
 def _signal(number: int) -> Batch:
     os.kill(os.getpid(), number)
     raise AssertionError("still running")

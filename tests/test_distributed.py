@@ -22,7 +22,9 @@ from openelm_mlx.watchdog import STALLED, Watchdog
 
 MPI = {"MLX_MPI_LIBNAME": "libmpi.so.40", "OMPI_MCA_plm_rsh_agent": ""}  # all on this machine
 MPI_COMMAND = [str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "-n", "2"]
-needs_mpi = pytest.mark.skipif(MPIRUN is None, reason="mpirun is not installed")
+needs_mpi = pytest.mark.skipif(
+    MPIRUN is None or sys.platform != "linux", reason="needs mpirun and libmpi.so.40"
+)
 LAUNCHER = {"MLX_HOSTFILE", "MLX_RANK", "MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR"} | {
     *("NCCL_HOST_IP", "MLX_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
 }
@@ -203,6 +205,18 @@ def test_a_run_stopped_on_one_rank_resumes_on_another_number_of_ranks(
     assert_all_well(ring("resumed", tmp_path / "run", after))
     assert_all_well([alone("resumed", tmp_path / "straight")])
     assert_same_training(tmp_path / "run", tmp_path / "straight", rank=after - 1)
+
+
+@pytest.mark.slow
+def test_what_mlx_launch_ends_after_a_rank_that_was_stopped_has_saved_its_state(
+    tmp_path: Path,
+) -> None:
+    """It sends SIGTERM to all as soon as one has ended, which must not cut the last save short."""
+    launcher = [str(LAUNCH), "-n", "2", "-p", str(free_ports(2)), "--"]
+    ended = launched(launcher, "stopped", tmp_path)
+    assert ended.err.count("exited with code 130") == 2, ended.err
+    newest = sorted((tmp_path / "run0" / STATES).iterdir())[-1]
+    assert verify(newest)["state"]["step"] == read_metrics(tmp_path / "run0")[-1]["step"] == 5
 
 
 @pytest.mark.slow
