@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 _SKIPPED = {"encodings", "idlelib", "lib2to3", "pydoc_data", "test", "tests", "turtledemo"}
+_PIECE = 800  # characters from which on a piece of the reference ends with its paragraph
 _ANSWER = range(24, 161)  # characters of an answer
 _PUBLIC_NAMES = {"posixpath": "os.path"}  # files whose contents are known under another name
 
@@ -36,24 +37,15 @@ class Docstring:
 
 
 def documents() -> Iterator[str]:
-    """Texts to train on: a topic of the language reference each, and a module's docstrings each.
+    """Texts to train on: pieces of the language reference, then docstrings under their names.
 
-    No text comes twice.
+    Short, so that shuffled they mix. No text comes twice.
 
     Raises:
         FileNotFoundError: where the installation has no sources.
     """
-    yield from dict.fromkeys(_topics())
-    module, parts = "", list[str]()
-    for found in docstrings():
-        if found.kind == "module" and parts:
-            yield "\n\n".join(parts)
-            parts = []
-        module = found.name if found.kind == "module" else module
-        if found.text:
-            parts.append(f"{found.name}\n{found.text}")
-    if parts:
-        yield "\n\n".join(parts)
+    yield from dict.fromkeys(piece for topic in _topics() for piece in _pieces(topic))
+    yield from (f"{found.name}\n{found.text}" for found in docstrings())
 
 
 def question_answers() -> Iterator[dict[str, str]]:
@@ -111,18 +103,15 @@ def first_sentence(text: str) -> str:
 def docstrings() -> tuple[Docstring, ...]:
     """Every docstring of the standard library, each text once; a module first, then its parts.
 
-    A module without a docstring, or with one that has come before, stands there with no text.
-
     Raises:
         FileNotFoundError: where the installation has no sources.
     """
     seen, found = set[str](), list[Docstring]()
     for path in _sources():
         for item in _docstrings_of(path):
-            text = "" if item.text in seen else item.text
-            seen.add(item.text)
-            if text or item.kind == "module":
-                found.append(Docstring(name=item.name, kind=item.kind, text=text))
+            if item.text and item.text not in seen:
+                seen.add(item.text)
+                found.append(item)
     return tuple(found)
 
 
@@ -178,6 +167,18 @@ def _members(node: ast.Module | ast.ClassDef, name: str) -> Iterator[Docstring]:
 def _text(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     text = ast.get_docstring(node, clean=False) or ""
     return inspect.cleandoc(text).strip().encode("utf-8", "ignore").decode()
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """The text cut between paragraphs."""
+    piece = ""
+    for paragraph in text.split("\n\n"):
+        piece += f"{paragraph}\n\n"
+        if len(piece) >= _PIECE:
+            yield piece.strip("\n")
+            piece = ""
+    if piece.strip():
+        yield piece.strip("\n")
 
 
 def _topics() -> Iterator[str]:

@@ -51,12 +51,23 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.usefixtures("library")
-def test_documents_are_topics_and_one_text_a_module() -> None:
+def test_documents_are_the_reference_and_docstrings_with_their_names() -> None:
     found = list(python_text.documents())
+    names = ["glob", "glob.Finder", "glob.Finder.find", "glob.Finder.wait", "json", "os.path"]
     assert found[0] == "The if statement\ndecides."
-    assert [text.partition("\n")[0] for text in found[1:]] == ["glob", "json", "os.path"]
-    assert "glob.Finder.wait\nWait until a file" in found[1]
+    assert [text.partition("\n")[0] for text in found[1:7]] == names
+    assert found[4] == "glob.Finder.wait\nWait until a file with that name appears."
+    assert "os.path.join\nJoin two or more\npathname components.  Absolute ones win." in found
     assert not any("Skipped" in text or "Not of the library" in text for text in found)
+
+
+def test_the_reference_is_cut_between_paragraphs(library: Path) -> None:
+    paragraphs = [f"{i} " + "word " * 60 + "end." for i in range(7)]
+    topics = {"long": "\n\n".join(paragraphs)}
+    (library / "pydoc_data" / "topics.py").write_text(f"topics = {topics!r}\n")
+    found = list(python_text.documents())[:3]
+    assert "\n\n".join(found) == topics["long"]
+    assert [text.count("end.") for text in found] == [3, 3, 1]
 
 
 @pytest.mark.usefixtures("library")
