@@ -96,6 +96,7 @@ def run(folder: Path, batches: Any = None, *, seed: int = 3, **settings: Any) ->
     """Train, keep states in this rank's own folder, and leave weights and sample names behind."""
     rank, source = world().rank(), batches or OwnRows()
     resume, iters = settings.pop("resume", False), settings.pop("iters", 12)
+    validation = settings.pop("validation", None)
     model = make_model(seed)
     args = TrainArgs(**{"save_every": 4, "steps_per_eval": 0, "stall_timeout": 20, **settings})
     outcome = train(
@@ -105,13 +106,18 @@ def run(folder: Path, batches: Any = None, *, seed: int = 3, **settings: Any) ->
         language_model_loss(),
         args,
         schedule=ScheduleArgs(learning_rate=0.02, warmup_steps=2, iters=iters),
-        validation=lambda: [own for i in range(3) if (own := _own(100 + i, 3 - i)).samples],
+        validation=validation or _validation,
         run_folder=folder / f"run{rank}",
         resume=resume,
     )
     mx.save_safetensors(str(folder / f"weights{rank}.safetensors"), weights_of(model))
     (folder / f"seen{rank}.json").write_text(json.dumps(getattr(source, "seen", [])))
     return outcome
+
+
+def _validation() -> list[Batch]:
+    """Three batches of three, two and one rows; a rank may have fewer."""
+    return [own for i in range(3) if (own := _own(100 + i, 3 - i)).samples]
 
 
 def _own(seed: int, rows: int) -> Batch:
@@ -197,23 +203,14 @@ def hangs(folder: Path) -> Outcome:
     return run(folder, Trouble(1, 6, lambda _: _signal(signal.SIGSTOP)), stall_timeout=2)
 
 
-def stopped(folder: Path) -> Outcome:
-    """Rank 1 is told to stop while it reads its sixth batch; rank 0 needs long to save."""
-    from openelm_mlx import training_state
+def stopped_at_the_end(folder: Path) -> Outcome:
+    """Told to stop in the last validation, after the last step."""
 
-    write = training_state._write
+    def validation() -> list[Batch]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return [make_batch(100)]
 
-    def slow_write(*args: Any) -> None:
-        time.sleep(0.7 if world().rank() == 0 else 0)
-        write(*args)
-
-    training_state._write = slow_write
-    return run(folder, Trouble(1, 6, _stop))
-
-
-def _stop(batch: Batch) -> Batch:
-    os.kill(os.getpid(), signal.SIGTERM)
-    return batch
+    return run(folder, iters=10, validation=validation)
 
 
 def _signal(number: int) -> Batch:
@@ -229,6 +226,16 @@ def slow(folder: Path) -> Outcome:
 def resumed(folder: Path) -> Outcome:
     """The same schedule without waits, from rank 0's newest state or from the start."""
     return run(folder, iters=24, resume=True)
+
+
+def command(folder: Path) -> Outcome:
+    """``openelm`` with the arguments in ``argv.json``; rank 1 cannot see rank 0's run."""
+    from openelm_mlx import cli
+
+    words = json.loads((folder / "argv.json").read_text())
+    if world().rank():
+        words[words.index("--output") + 1] += str(world().rank())
+    sys.exit(cli.main(words))
 
 
 def fully_sharded(folder: Path) -> Outcome:
