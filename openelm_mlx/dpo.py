@@ -18,7 +18,14 @@ from tqdm import tqdm
 from openelm_mlx.atomic import atomic_file
 from openelm_mlx.batches import Batch, Prefetch
 from openelm_mlx.checkpoint import load
-from openelm_mlx.distributed import describe_world, sum_scalars, world
+from openelm_mlx.distributed import (
+    any_rank,
+    array_of_rank_0,
+    describe_world,
+    sum_scalars,
+    together,
+    world,
+)
 from openelm_mlx.lora import trainable_count
 from openelm_mlx.model import Model
 from openelm_mlx.preference import PreferenceArgs, preference_loss, sequence_logprobs_of
@@ -105,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     if is_first:
         keep_recipe(folder, settings, replace=True)
         save_result(folder, model, tokenizer, settings, outcome, stage="dpo")
-    return finish_run(folder, outcome) if is_first else 0
+    return finish_run(folder, outcome, unit="pairs") if is_first else 0
 
 
 def reference_logprobs(model: Model, pairs: Sequence[Pair], *, batch_size: int) -> mx.array:
@@ -133,7 +140,9 @@ def reference_logprobs(model: Model, pairs: Sequence[Pair], *, batch_size: int) 
         mx.eval(found)
     if was_training:
         model.train()
-    return sum_scalars(found, group)
+    found = sum_scalars(found, group)
+    mx.eval(found)  # on all ranks at once: rank 0 alone goes on to write it
+    return found
 
 
 def kept_references(
@@ -148,20 +157,33 @@ def kept_references(
         batch_size: pairs a forward pass.
 
     Returns:
-        (P, 2) float32.
+        (P, 2) float32, rank 0's on all ranks.
     """
-    path = folder / _REFERENCE_FILE
+    group, path = world(), folder / _REFERENCE_FILE
     digest = PairBatches(pairs, batch_size=batch_size).digest
-    if path.is_file():
-        kept = read_tensor_file(path)
-        if list(kept) == [digest]:
-            return kept[digest]
-        logger.warning("%s is of other pairs and is computed anew", path)
+    kept = together(lambda: _read_kept(path, digest) if group.rank() == 0 else None, group)
+    if any_rank(kept is not None, group):  # the other ranks need not see rank 0's disk
+        kept = array_of_rank_0(mx.zeros((len(pairs), 2)) if kept is None else kept, group)
+        mx.eval(kept)
+        return kept
     found = reference_logprobs(model, pairs, batch_size=batch_size)
-    if world().rank() == 0:
-        with atomic_file(path) as temporary:
-            mx.save_safetensors(str(temporary), {digest: found})
+    together(lambda: _keep(path, digest, found) if group.rank() == 0 else None, group)
     return found
+
+
+def _read_kept(path: Path, digest: str) -> mx.array | None:
+    if not path.is_file():
+        return None
+    kept = read_tensor_file(path)
+    if list(kept) == [digest]:
+        return kept[digest]
+    logger.warning("%s is of other pairs and is computed anew", path)
+    return None
+
+
+def _keep(path: Path, digest: str, logprobs: mx.array) -> None:
+    with atomic_file(path) as temporary:
+        mx.save_safetensors(str(temporary), {digest: logprobs})
 
 
 def describe_pairs(pairs: Sequence[Pair], tokenizer: Any, n: int = 2) -> str:

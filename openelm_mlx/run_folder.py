@@ -161,8 +161,14 @@ def machine_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def finish_run(folder: Path, outcome: Outcome) -> int:
-    """Draw the loss, say how the run ended, and give the exit code (130 after Ctrl-C)."""
+def finish_run(folder: Path, outcome: Outcome, *, unit: str = "targets") -> int:
+    """Draw the loss, say how the run ended, and give the exit code (130 after Ctrl-C).
+
+    Args:
+        folder: of the run.
+        outcome: of the training.
+        unit: what the objective counts: "targets" or "pairs".
+    """
     try_plot_losses(read_metrics(folder), folder / "loss.png", title=folder.resolve().name)
     state = outcome.state
     words = {
@@ -173,5 +179,5 @@ def finish_run(folder: Path, outcome: Outcome) -> int:
     }[outcome.reason]
     best = "" if state.best_loss is None else f", best validation loss {state.best_loss:.4f}"
     best += "" if state.best_step is None else f" at step {state.best_step}"
-    sys.stdout.write(f"{folder}: {words} at step {state.step}, {state.tokens} targets{best}\n")
+    sys.stdout.write(f"{folder}: {words} at step {state.step}, {state.tokens} {unit}{best}\n")
     return 130 if outcome.reason == "interrupted" else 0
