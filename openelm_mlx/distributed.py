@@ -89,8 +89,12 @@ def describe_world() -> str:
 
 
 def sum_scalars(values: mx.array, group: mx.distributed.Group) -> mx.array:
-    """A small array added over the ranks."""
-    return values if group.size() == 1 else mx.distributed.all_sum(values, group=group)
+    """A small array added over the ranks, at once: lazily, ranks could meet in another order."""
+    if group.size() == 1:
+        return values
+    total = mx.distributed.all_sum(values, group=group)
+    mx.eval(total)
+    return total
 
 
 def sum_gradients(gradients: Any, group: mx.distributed.Group) -> Any:
@@ -200,12 +204,12 @@ def texts_of_ranks(text: str, group: mx.distributed.Group) -> list[str]:
 
 
 def array_of_rank_0(array: mx.array, group: mx.distributed.Group) -> mx.array:
-    """Rank 0's array, bit for bit; the others give one of the same shape and dtype."""
+    """Rank 0's array, bit for bit and at once; the others give one of the same shape and dtype."""
     if group.size() == 1:
         return array
     raw = array.reshape(-1).view(mx.uint8)
     raw = raw if group.rank() == 0 else mx.zeros_like(raw)
-    return mx.distributed.all_sum(raw, group=group).view(array.dtype).reshape(array.shape)
+    return sum_scalars(raw, group).view(array.dtype).reshape(array.shape)
 
 
 def json_of_rank_0(value: Any, group: mx.distributed.Group) -> Any:
