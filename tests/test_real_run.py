@@ -31,16 +31,16 @@ MODEL = {
 }
 PRETRAIN = {
     **{"iters": 400, "batch_size": 8, "max_seq_length": 64, "learning_rate": 5e-3},
-    **{"warmup_steps": 20, "steps_per_eval": 100, "val_batches": 16, "save_every": 0},
+    **{"warmup_steps": 20, "steps_per_eval": 100, "val_batches": -1, "save_every": 0},
 }
 FINETUNE = {
-    **{"iters": 60, "batch_size": 16, "max_seq_length": 96, "mask_prompt": True},
-    **{"learning_rate": 5e-3, "warmup_steps": 5, "rank": 8, "steps_per_eval": 20},
+    **{"iters": 45, "batch_size": 16, "max_seq_length": 96, "mask_prompt": True},
+    **{"learning_rate": 5e-3, "warmup_steps": 5, "rank": 8, "steps_per_eval": 15},
     **{"val_batches": 4, "save_every": 0, "grad_checkpoint": "none", "dropout": 0},
 }
 DPO = {
-    **{"fine_tune_type": "lora", "iters": 30, "batch_size": 8, "grad_accumulation_steps": 1},
-    **{"max_seq_length": 96, "max_prompt_length": 48, "learning_rate": 2e-3, "rank": 8},
+    **{"fine_tune_type": "lora", "iters": 20, "batch_size": 8, "grad_accumulation_steps": 1},
+    **{"max_seq_length": 96, "max_prompt_length": 48, "learning_rate": 1e-3, "rank": 8},
     **{"warmup_steps": 3, "beta": 0.1, "loss": "sigmoid", "steps_per_eval": 10},
     **{"val_batches": 4, "save_every": 0, "grad_checkpoint": "none", "dropout": 0},
 }
@@ -48,23 +48,24 @@ DPO = {
 
 @pytest.fixture(scope="module")
 def road(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with text, questions and pairs; every twelfth record is for validation."""
+    """A folder with text, questions and pairs, each with a part for validation."""
     if blas.mlx_backend() == "cpu" and not blas.status.startswith("loaded"):
         pytest.skip(f"would take long: {blas.status}")
     folder = tmp_path_factory.mktemp("road")
-    _write(folder / "text", ({"text": text} for text in documents()))
-    _write(folder / "questions", question_answers())
-    _write(folder / "pairs", list(preferences())[:500])
+    _write(folder / "text", ({"text": text} for text in documents()), every=100)
+    _write(folder / "questions", question_answers(), every=12)
+    _write(folder / "pairs", list(preferences())[:500], every=12)
     for name, recipe in (("pretrain", MODEL | PRETRAIN), ("finetune", FINETUNE), ("dpo", DPO)):
         (folder / f"{name}.yaml").write_text(json.dumps(recipe))
     return folder
 
 
-def _write(folder: Path, records: Iterable[Mapping[str, Any]]) -> None:
+def _write(folder: Path, records: Iterable[Mapping[str, Any]], *, every: int) -> None:
+    """Training and validation records, the latter every so many."""
     folder.mkdir()
     lines = [json.dumps(record) + "\n" for record in records]
-    (folder / "train.jsonl").write_text("".join(line for i, line in enumerate(lines) if i % 12))
-    (folder / "valid.jsonl").write_text("".join(lines[::12]))
+    (folder / "train.jsonl").write_text("".join(line for i, line in enumerate(lines) if i % every))
+    (folder / "valid.jsonl").write_text("".join(lines[::every]))
 
 
 def unigram_entropy(file: Path, tokenizer: Tokenizer) -> float:
@@ -143,4 +144,4 @@ def test_a_model_learns_real_text_then_answers_then_preferences(
     prompt = "What does os.path.join do?"
     argv = ["generate", "--model", road / "answering", "--adapter-path", road / "dpo"]
     written = command(*argv, "--prompt", prompt, "--max-tokens", 24).out
-    assert len(re.findall(r"[A-Za-z]{2,}", written.removeprefix(prompt))) >= 3
+    assert re.search(r"[A-Z][a-z]+ [a-z]+", written.removeprefix(prompt)), written
