@@ -77,7 +77,7 @@ def plot_losses(lines: Sequence[Mapping[str, Any]], path: Path, *, title: str) -
         top.plot(*_columns(_smooth(train)), "-", color=COLOURS[0], lw=2, label="training, smoothed")
     if valid:
         top.plot(*_columns(valid), "--o", color=COLOURS[1], ms=4, lw=2, label="validation")
-    top.set_ylabel("loss (nats a token)")
+    top.set_ylabel(loss_label(lines))
     top.set_title(title)
     top.legend()
     top.grid(alpha=0.3)
@@ -86,6 +86,11 @@ def plot_losses(lines: Sequence[Mapping[str, Any]], path: Path, *, title: str) -
     bottom.set_xlabel("update")
     bottom.grid(alpha=0.3)
     save_figure(figure, path)
+
+
+def loss_label(lines: Sequence[Mapping[str, Any]]) -> str:
+    """What the loss of a run is measured in: preference runs, which have a margin, count pairs."""
+    return "loss (a pair)" if any("margin" in line for line in lines) else "loss (nats a token)"
 
 
 def try_plot_losses(lines: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from openelm_mlx import cli
-from openelm_mlx.plots import try_plot_losses
+from openelm_mlx.plots import loss_label, try_plot_losses
 
 LINES = [
     {"step": i, "loss": 5 - i / 20, "learning_rate": 1e-3, "seconds": 0.1} for i in range(1, 61)
@@ -41,6 +41,11 @@ def test_without_matplotlib_a_run_goes_on_and_the_command_names_the_extra(
     assert cli.main(["plot", str(tmp_path)]) == 1
     assert 'pip install "openelm-mlx[plot]"' in capsys.readouterr().err
     assert not (tmp_path / "loss.png").exists()
+
+
+def test_the_axis_names_what_the_loss_is_of() -> None:
+    assert loss_label(LINES) == "loss (nats a token)"
+    assert loss_label([{"step": 1, "loss": 0.69, "margin": 0.0}]) == "loss (a pair)"
 
 
 def test_a_folder_without_metrics_is_one_line(
