@@ -102,7 +102,8 @@ class LoRALinear(Adapter):
     def __call__(self, x: mx.array) -> mx.array:
         """(..., I) -> (..., O) in the base's type."""
         y = self.linear(x)
-        return (float32(y) + self._low_rank(self.dropout(x))).astype(y.dtype)
+        low = self.scale * (self.dropout(x) @ self.lora_a)  # scaled while it is (..., r)
+        return mx.addmm(float32(y), low, self.lora_b).astype(y.dtype)
 
     def _low_rank(self, x: mx.array) -> mx.array:
         return self.scale * float32((x @ self.lora_a) @ self.lora_b)
