@@ -5,7 +5,6 @@ Sources: Rafailov et al. 2023 (arXiv 2305.18290), eq. 7 (sigmoid); Zhao et al. 2
 2310.12036), eq. 17. Apple's Instruct models used hinge, the 1.1B sigmoid (OpenELM README-instruct).
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -14,32 +13,7 @@ from openelm_mlx.batches import Batch
 from openelm_mlx.losses import fused_sequence_logprobs
 from openelm_mlx.model import Model
 from openelm_mlx.objectives import LossFn, output_head
-
-LOSSES = ("sigmoid", "hinge", "rso", "ipo")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreferenceArgs:
-    """Settings of the preference loss.
-
-    Raises:
-        ValueError: naming what is out of range.
-    """
-
-    loss: str = "sigmoid"  # "rso" is the hinge loss of that paper, without its sampling
-    beta: float = 0.01  # strength of the pull towards the reference model
-    loss_chunk: int = 256  # tokens whose logits exist at a time
-
-    def __post_init__(self) -> None:
-        problems = []
-        if self.loss not in LOSSES:
-            problems.append(f"loss {self.loss!r} is not one of {', '.join(LOSSES)}")
-        if not self.beta > 0:
-            problems.append(f"beta must be positive, got {self.beta}")
-        if self.loss_chunk < 1:
-            problems.append(f"loss_chunk must be at least 1, got {self.loss_chunk}")
-        if problems:
-            raise ValueError("dpo: " + "; ".join(problems))
+from openelm_mlx.preference_args import PreferenceArgs as PreferenceArgs
 
 
 def pair_losses(log_ratio_difference: mx.array, args: PreferenceArgs) -> mx.array:

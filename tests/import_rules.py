@@ -20,7 +20,7 @@ LAYERS = {
     "foundation": "atomic blas",
     "0": """cache chat_template compressed config config_check detokenizer distributed doctor
         document_stream graph_count hub interrupts losses metrics mismatch optim plots
-        python_text recipe
+        preference_args python_text recipe
         recipe_flags recipe_values run_flags sampling scaling sentencepiece_json text_files
         text_filters text_formats tokenizer tokenizer_backends tokenizer_codec
         tokenizer_files tokenizer_search watchdog
@@ -44,8 +44,8 @@ LAYERS = {
         convert.huggingface_config convert.peft convert.peft_adapters convert.peft_config
         convert.peft_tensors convert.quantize convert.quantize_check convert.quantize_plan
         convert.source""",
-    "5": """batch batch_file chat dpo evaluate finetune fuse fuse_report generate
-        generation_settings info pretrain pretrain_settings serve server tokenizer_training
+    "5": """batch batch_file chat dpo dpo_run evaluate finetune fuse fuse_report generate
+        generation_settings info pretrain pretrain_run pretrain_settings serve server tokenizer_training
         server_generation tuning_run""",
     "6": "bench bench_cases bench_shared bench_training check_release demo",
     "7": "cli convert.cli",
@@ -62,7 +62,7 @@ FAMILIES = (
     "non_finite progress replay run_folder trainer training_step validation",
     "batch* chat generate generation_settings serve*",
     "bench*",
-    "dpo finetune tuning_run",  # the same models tuned on other data
+    "dpo dpo_run finetune tuning_run",  # the same models tuned on other data
     "metrics plots",
     "pretrain*",
     "cli convert.cli",

@@ -19,7 +19,7 @@ from tuning_makers import write
 
 from convert.quantize import quantize
 from openelm_mlx.checkpoint import load, load_model
-from openelm_mlx.dpo import kept_references, reference_logprobs
+from openelm_mlx.dpo_run import kept_references, reference_logprobs
 from openelm_mlx.metrics import read_metrics
 from openelm_mlx.tokenizer import Tokenizer
 from openelm_mlx.tuning_pairs import Pair, PairArgs, load_pairs

@@ -45,7 +45,7 @@ def fail_in_step(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
         return failing
 
-    monkeypatch.setattr("openelm_mlx.pretrain.language_model_loss", make)
+    monkeypatch.setattr("openelm_mlx.pretrain_run.language_model_loss", make)
 
 
 def assert_same_run(found: Path, expected: Path) -> None:
