@@ -45,8 +45,8 @@ LAYERS = {
         convert.peft_tensors convert.quantize convert.quantize_check convert.quantize_plan
         convert.source""",
     "5": """batch batch_file chat dpo dpo_run evaluate finetune fuse fuse_report generate
-        generation_settings info pretrain pretrain_run pretrain_settings serve server tokenizer_training
-        server_generation tuning_run""",
+        generation_settings info pretrain pretrain_run pretrain_settings serve server
+        server_generation tokenizer_training tuning_run""",
     "6": "bench bench_cases bench_shared bench_training check_release demo",
     "7": "cli convert.cli",
 }
