@@ -17,7 +17,7 @@ from openelm_mlx.checkpoint import save_model
 from openelm_mlx.decoding import CompiledStep, EagerStep, decode, prefill
 from openelm_mlx.generation_settings import GenerateArgs
 from openelm_mlx.graph_count import count_kernels, host_seconds
-from openelm_mlx.model import Model, gated
+from openelm_mlx.model import Model
 
 
 def _prefill(tokens: int) -> Callable[[Bench], dict[str, Contender]]:
@@ -122,16 +122,7 @@ def _kernels(bench: Bench) -> dict[str, Contender]:
         return sum(count_kernels(EagerStep(model, caches), caches).values())
 
     def ours() -> float:
-        model = bench.model
-        saved = [layer.ffn._activation for layer in model.layers]
-        if model.args.ffn_with_glu:
-            for layer in model.layers:
-                layer.ffn._activation = gated(model.args.activation_fn_name, fused=True)
-        try:
-            return run(model, make_cache(len(model.layers)))
-        finally:
-            for layer, activation in zip(model.layers, saved, strict=True):
-                layer.ffn._activation = activation
+        return run(bench.model, make_cache(len(bench.model.layers)))
 
     def stock() -> float:
         from mlx_lm.models.cache import make_prompt_cache

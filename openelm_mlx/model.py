@@ -33,23 +33,23 @@ def _relu(x: mx.array) -> mx.array:
     return mx.maximum(x, 0)
 
 
-def gated(name: str, *, fused: bool) -> Callable[[mx.array], mx.array]:
+def gated(name: str) -> tuple[Callable[[mx.array], mx.array], Callable[[mx.array], mx.array]]:
     """``activation(gate) * value`` over the two halves of the last axis (Shazeer 2020).
 
     Args:
         name: of the activation, as in the config.
-        fused: one kernel by ``mx.compile``: free on a GPU, seconds of C++ compiler on a CPU.
 
     Returns:
-        (..., 2F) -> (..., F).
+        Two functions (..., 2F) -> (..., F): the plain one, and one fused kernel for inference. In
+        training the plain one needs less memory; a compiled step fuses it anyway.
     """
     activation = _ACTIVATIONS[name]
 
     def glu(gate: mx.array, value: mx.array) -> mx.array:
         return activation(gate) * value
 
-    function = mx.compile(glu, shapeless=True) if fused else glu
-    return lambda x: function(*mx.split(x, 2, axis=-1))
+    fused = mx.compile(glu, shapeless=True)
+    return (lambda x: glu(*mx.split(x, 2, axis=-1))), (lambda x: fused(*mx.split(x, 2, axis=-1)))
 
 
 _ACTIVATIONS = {"swish": _swish, "gelu": _gelu, "relu": _relu}
@@ -167,14 +167,15 @@ class MLP(nn.Module):
         super().__init__()
         F = args.ffn_dims[layer_index]
         name = args.activation_fn_name
-        on_gpu = mx.default_device().type == mx.gpu
-        self._activation = gated(name, fused=on_gpu) if args.ffn_with_glu else _ACTIVATIONS[name]
+        plain = _ACTIVATIONS[name]
+        self._activation, self._fused = gated(name) if args.ffn_with_glu else (plain, plain)
         self.proj_1 = nn.Linear(args.model_dim, 2 * F if args.ffn_with_glu else F, bias=False)
         self.proj_2 = nn.Linear(F, args.model_dim, bias=False)
 
     def __call__(self, x: mx.array, *, residual: mx.array) -> mx.array:
         """``residual`` + network(``x``); all (B, L, D)."""
-        return _project_and_add(residual, self._activation(self.proj_1(x)), self.proj_2)
+        activation = self._activation if self.training else self._fused
+        return _project_and_add(residual, activation(self.proj_1(x)), self.proj_2)
 
 
 class TransformerBlock(nn.Module):

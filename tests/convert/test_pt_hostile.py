@@ -47,7 +47,7 @@ class Call:
         (pickle.loads, "pickle.loads"),
         (np.load, "numpy.load"),
         (argparse.Namespace, "argparse.Namespace"),
-        (Path, "pathlib.Path"),
+        (Path, f"{Path.__module__}.Path"),  # pathlib._local in Python 3.13
     ],
 )
 def test_a_name_off_the_list_is_refused_and_not_called(
