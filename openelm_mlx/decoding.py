@@ -13,6 +13,7 @@ from openelm_mlx.model import Model
 from openelm_mlx.sampling import Processor, Sampler, apply_all, greedy
 
 PREFILL_STEP = 512  # prompt tokens a forward pass
+_ONE_PASS = 64  # a prompt of so many tokens is not worth a pass for its last one alone
 _FIRST_ROOM = 512  # tokens of the smallest fixed-shape cache
 _CLEAR_EVERY = 256  # tokens
 
@@ -32,10 +33,11 @@ def prefill(
         (1, V) logits after the last token.
     """
     start = 0
-    while tokens.size - start > step:
-        model.transformer(tokens[None, start : start + step], cache)
-        mx.eval([layer.state for layer in cache])
-        start += step
+    while tokens.size - start > min(step, _ONE_PASS):
+        stop = min(start + step, tokens.size - 1)
+        model.transformer(tokens[None, start:stop], cache)
+        mx.eval([layer.state for layer in cache])  # what the last layer adds is never computed
+        start = stop
         mx.clear_cache()
     hidden = model.transformer(tokens[None, start:], cache)
     return model.head(hidden[:, -1])

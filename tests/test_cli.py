@@ -41,7 +41,7 @@ print(codes, [name for name in {HEAVY} if name in sys.modules])
     assert set(COMMANDS) <= {line.split()[0] for line in out if line.strip()}
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark  # a time: run by hand on a quiet machine
 @pytest.mark.parametrize("command", ["generate", "finetune", "convert", "doctor"])
 def test_help_takes_less_than_a_third_of_a_second(command: str) -> None:
     def seconds() -> float:  # of processor time, which other programs do not lengthen much
