@@ -117,17 +117,25 @@ def _host(bench: Bench) -> dict[str, Contender]:
 def _kernels(bench: Bench) -> dict[str, Contender]:
     ids = mx.array(bench.prompt(64))
 
-    def run(model: Any, caches: list[Any]) -> float:
+    def run(model: Any, caches: list[Any], step: Callable[[mx.array], mx.array]) -> float:
         mx.eval(model(ids[None], caches))
-        return sum(count_kernels(EagerStep(model, caches), caches).values())
+        return sum(count_kernels(step, caches).values())
 
     def ours() -> float:
-        return run(bench.model, make_cache(len(bench.model.layers)))
+        caches = make_cache(len(bench.model.layers))
+        return run(bench.model, caches, EagerStep(bench.model, caches))
 
     def stock() -> float:
         from mlx_lm.models.cache import make_prompt_cache
 
-        return run(bench.stock, make_prompt_cache(bench.stock))
+        caches = make_prompt_cache(bench.stock)
+        step = EagerStep(bench.stock, caches)
+
+        def logprobs(token: mx.array) -> mx.array:  # what mlx_lm.generate_step hands its sampler
+            logits = step(token)
+            return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+        return run(bench.stock, caches, logprobs)
 
     return _with(bench, {OURS: ours}, stock)
 

@@ -1,0 +1,95 @@
+"""``openelm bench``: what it counts is right, and what it prints and writes agrees."""
+
+import json
+import os
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from openelm_mlx import cli
+from openelm_mlx.bench import measure
+from openelm_mlx.bench_cases import CASES
+from openelm_mlx.bench_shared import OURS, STOCK, Bench, Case
+from openelm_mlx.cache import make_cache
+from openelm_mlx.decoding import EagerStep
+from openelm_mlx.graph_count import count_kernels
+from openelm_mlx.model import Model, ModelArgs
+
+COMPILES = os.environ.get("MLX_DISABLE_COMPILE") is None
+
+
+def make_bench(layers: int = 2, *, against: bool = False) -> Bench:
+    args = ModelArgs.from_scaling(
+        num_transformer_layers=layers, model_dim=64, head_dim=16, vocab_size=99, ffn_dim_divisor=16
+    )
+    model = Model(args)
+    mx.eval(model.parameters())
+    model.eval()
+    return Bench(model=model, name="tiny", against=against, prompt_tokens=9, new_tokens=4, trials=2)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_kernels_of_a_token_are_thirteen_a_layer_and_four(layers: int) -> None:
+    """Norms, projections, QK-norm and weight, RoPE, cache writes, attention, gated FFN."""
+    bench = make_bench(layers)
+    caches = make_cache(layers)
+    mx.eval(bench.model(mx.array([[1, 2, 3]]), caches))
+    counts = count_kernels(EagerStep(bench.model, caches), caches)
+    spelt_out = 0 if COMPILES else 2  # sigmoid, product, product in place of one fused kernel
+    assert sum(counts.values()) == (13 + spelt_out) * layers + 4
+    assert counts["SliceUpdate"] == 2 * layers
+    assert counts["AddMM"] == 2 * layers
+
+
+def test_fast_kernels_are_as_before_after_counting() -> None:
+    before = mx.fast.rms_norm, mx.fast.rope, mx.fast.scaled_dot_product_attention
+    measure(CASES["kernels"], make_bench())
+    assert (mx.fast.rms_norm, mx.fast.rope, mx.fast.scaled_dot_product_attention) == before
+
+
+def test_ratios_say_how_many_times_as_good_ours_is() -> None:
+    values = {OURS: iter([9.0, 2.0, 4.0]), STOCK: iter([9.0, 6.0, 6.0])}
+
+    def case(higher: bool) -> Case:
+        return Case(
+            title="x {prompt}",
+            unit="s",
+            higher_is_better=higher,
+            prepare=lambda _: {k: lambda k=k: next(values[k]) for k in values},
+        )
+
+    ours, stock = measure(case(False), make_bench())
+    assert (ours["median"], ours["low"], ours["high"]) == (3.0, 2.0, 4.0)  # the first is warm-up
+    assert ours["ratio"] == 2.0
+    assert stock["ratio"] is None
+    assert ours["case"] == "x 9"
+
+
+@pytest.mark.parametrize("name", ["host", "prefill-512", "decode", "lookup-new", "lookup-copies"])
+def test_every_case_of_generation_gives_positive_numbers(name: str) -> None:
+    for row in measure(CASES[name], make_bench()):
+        assert row["median"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(CASES) - {"cold"}))
+def test_every_case_runs_beside_mlx_lm(name: str) -> None:
+    rows = measure(CASES[name], make_bench(against=True))
+    assert all(row["median"] > 0 for row in rows)
+    if CASES[name].reference == STOCK:
+        assert STOCK in [row["who"] for row in rows]
+
+
+def test_the_file_holds_what_the_table_shows(
+    complete_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "bench.json"
+    arguments = ["bench", "--model", str(complete_dir), "--cases", "kernels", "--output", str(out)]
+    assert cli.main(arguments) == 0
+    report = json.loads(out.read_text())
+    (row,) = report["rows"]
+    assert f"{row['median']:.4g}" in capsys.readouterr().out
+    assert report["machine"]["versions"]["mlx"]
+    assert cli.main(arguments) == 1
+    assert "--overwrite" in capsys.readouterr().err
