@@ -37,7 +37,7 @@ from openelm_mlx.run_folder import (
     step_memory,
 )
 from openelm_mlx.trainer import train
-from openelm_mlx.training_state import load_best
+from openelm_mlx.training_state import BEST, load_best
 from openelm_mlx.tuning_pairs import EvalPairBatches, Pair, PairBatches, load_pairs
 from openelm_mlx.tuning_run import prepare_model, save_result
 from openelm_mlx.tuning_settings import (
@@ -98,7 +98,7 @@ def tune_preferences(args: argparse.Namespace, settings: TuningSettings) -> int:
         settings=settings.as_dict(),
         reporters=reporters(args, settings.as_dict()),
     )
-    if outcome.reason == "early":
+    if outcome.reason == "early" and (is_first or (folder / BEST).is_dir()):
         load_best(folder, model)
     if is_first:
         keep_recipe(folder, settings, replace=True)

@@ -4,12 +4,13 @@ The flags are here, the work is in ``pretrain_run``, so that help is quick.
 """
 
 import argparse
+from pathlib import Path
 
 from openelm_mlx.losses import LossArgs
 from openelm_mlx.optim import OptimizerArgs, ScheduleArgs
 from openelm_mlx.pretrain_settings import ArchitectureArgs, TextArgs
 from openelm_mlx.recipe import add_flags, load_recipe, resolve
-from openelm_mlx.run_flags import add_run_arguments
+from openelm_mlx.run_flags import RECIPE_FILE, add_run_arguments
 from openelm_mlx.text_filters import TextFilters
 from openelm_mlx.training_args import TrainArgs
 
@@ -27,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run ``openelm pretrain``."""
-    recipe = load_recipe(args.recipe) if args.recipe else None
+    kept = Path(args.output) / RECIPE_FILE
+    name = args.recipe or (kept if args.resume and kept.is_file() else None)
+    recipe = load_recipe(name) if name else None
     text, architecture, filters, train, schedule, optimizer, loss = resolve(
         args, recipe, *_SETTINGS
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from openelm_mlx.atomic import atomic_file
 from openelm_mlx.batches import Batch, Batches, Prefetch
 from openelm_mlx.config import ModelArgs
 from openelm_mlx.data import PackedBatches
@@ -20,7 +21,8 @@ from openelm_mlx.model import Model
 from openelm_mlx.objectives import language_model_loss
 from openelm_mlx.optim import OptimizerArgs, ScheduleArgs
 from openelm_mlx.pretrain_settings import ArchitectureArgs, TextArgs, entries
-from openelm_mlx.recipe import settings_of
+from openelm_mlx.recipe import render_settings, settings_of
+from openelm_mlx.run_flags import RECIPE_FILE
 from openelm_mlx.run_folder import (
     finish_run,
     plan_text,
@@ -33,6 +35,7 @@ from openelm_mlx.text_filters import TextFilters
 from openelm_mlx.tokenizer import Tokenizer, load_tokenizer
 from openelm_mlx.trainer import train
 from openelm_mlx.training_args import TrainArgs
+from openelm_mlx.training_state import load_best
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +77,9 @@ def pretrain(args: argparse.Namespace, given: PretrainSettings) -> int:
     model = new_model(model_args, architecture)
     if world().rank() == 0:
         sys.stdout.write(_plan(text, model, train_args, schedule, settings))
+        if not (args.resume and (folder / RECIPE_FILE).is_file()):
+            with atomic_file(folder / RECIPE_FILE) as file:
+                file.write_text(render_settings(settings), encoding="utf-8")
     outcome = train(
         model,
         optimizer.build(),
@@ -89,6 +95,8 @@ def pretrain(args: argparse.Namespace, given: PretrainSettings) -> int:
     )
     if world().rank() != 0:
         return 0
+    if outcome.reason == "early":
+        load_best(folder, model)
     save_model_into(
         folder,
         model,

@@ -2,6 +2,8 @@
 
 import argparse
 
+RECIPE_FILE = "recipe.yaml"  # in the folder of a run
+
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that every training command has beside its settings."""

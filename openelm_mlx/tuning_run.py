@@ -31,7 +31,7 @@ from openelm_mlx.run_folder import (
 )
 from openelm_mlx.tokenizer import Tokenizer
 from openelm_mlx.trainer import Outcome, train
-from openelm_mlx.training_state import load_best
+from openelm_mlx.training_state import BEST, load_best
 from openelm_mlx.tuning_batches import EvalBatches, TuningBatches
 from openelm_mlx.tuning_data import Sample, describe_samples, load_split
 from openelm_mlx.tuning_settings import TuningSettings, keep_recipe
@@ -96,7 +96,7 @@ def tune(args: argparse.Namespace, settings: TuningSettings) -> int:
         settings=settings.as_dict(),
         reporters=reporters(args, settings.as_dict()),
     )
-    if outcome.reason == "early":
+    if outcome.reason == "early" and (is_first or (folder / BEST).is_dir()):
         load_best(folder, model)
     if is_first:
         keep_recipe(folder, settings, replace=True)

@@ -24,9 +24,8 @@ from openelm_mlx.recipe import (
     resolve,
     settings_of,
 )
+from openelm_mlx.run_flags import RECIPE_FILE
 from openelm_mlx.training_args import TrainArgs
-
-RECIPE_FILE = "recipe.yaml"  # in the folder of a run
 
 
 @dataclass(frozen=True, kw_only=True)

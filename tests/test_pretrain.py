@@ -67,7 +67,7 @@ def test_the_folder_is_a_model_that_generates(
     model = {"config.json", "generation_config.json", "model.safetensors", "openelm.json"}
     tokenizer = {"tokenizer.json", "tokenizer.model", "tokenizer_config.json"}
     found = set(files(run)) - {"special_tokens_map.json"}
-    assert found == model | tokenizer | {"metrics.jsonl", "states", "best"}
+    assert found == model | tokenizer | {"metrics.jsonl", "recipe.yaml", "states", "best"}
     assert json.loads((run / "openelm.json").read_text())["stage"] == "pretrain"
     loaded, own = load(run)
     assert own is not None

@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 import tiny_tokenizer as tiny
-from finetune_runs import comparable, without_plots
+from command_line import run_here
+from finetune_runs import comparable, losses, without_plots
 from folder_makers import assert_same_weights, weights_of
 from pretrain_runs import Pretrainer, write_text
 
@@ -138,3 +140,28 @@ def test_ctrl_c_finishes_the_step_and_the_run_resumes_bit_for_bit(
     assert len(list((tmp_path / "run" / "states").iterdir())) == 1
     pretrain.run(tmp_path / "run", *flags, "--resume")
     assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_run_keeps_its_recipe_so_that_resuming_needs_the_folder_alone(
+    pretrain: Pretrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    pretrain.run(run, "--iters", 8)
+    before = load_model(run)
+    outcome = run_here(capsys, "pretrain", "--output", run, "--resume")
+    assert outcome.code == 0, outcome.err
+    after = weights_of(load_model(run))
+    assert all(mx.array_equal(a, after[name]).item() for name, a in weights_of(before).items())
+    longer = run_here(capsys, "pretrain", "--output", run, "--resume", "--iters", 10)
+    assert longer.code == 0, longer.err
+    assert len(losses(run)) == 10
+
+
+def test_an_early_stop_saves_the_best_weights(pretrain: Pretrainer, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    rising = ["--learning-rate", 3.0, "--iters", 40, "--steps-per-eval", 1, "--early-stopping", 2]
+    out = pretrain.run(run, *rising, "--warmup-steps", 0)
+    assert "stopped early" in out
+    best = mx.load(str(run / "best" / "weights.safetensors"))
+    final = mx.load(str(run / "model.safetensors"))
+    assert all(mx.array_equal(best[name], final[name]).item() for name in best)
