@@ -16,7 +16,7 @@ import mlx.core as mx
 from tqdm import tqdm
 
 from openelm_mlx.atomic import atomic_file
-from openelm_mlx.batches import Batch, Prefetch
+from openelm_mlx.batches import Batch
 from openelm_mlx.checkpoint import load
 from openelm_mlx.distributed import (
     any_rank,
@@ -33,16 +33,12 @@ from openelm_mlx.run_folder import (
     finish_run,
     plan_text,
     prepare_run_folder,
-    reporters,
     step_memory,
 )
-from openelm_mlx.trainer import train
-from openelm_mlx.training_state import BEST, load_best
 from openelm_mlx.tuning_pairs import EvalPairBatches, Pair, PairBatches, load_pairs
-from openelm_mlx.tuning_run import prepare_model, save_result
+from openelm_mlx.tuning_run import begin_run, carry_out, prepare_model
 from openelm_mlx.tuning_settings import (
     TuningSettings,
-    keep_recipe,
 )
 from openelm_mlx.weight_files import read_tensor_file
 
@@ -77,33 +73,16 @@ def tune_preferences(args: argparse.Namespace, settings: TuningSettings) -> int:
     if args.dry_run:
         sys.stdout.write(f"{plan}\n{describe_pairs(pairs, tokenizer)}")
         return 0
-    folder = Path(args.output)
-    if not keeps:
-        folder = prepare_run_folder(folder, resume=args.resume, overwrite=args.overwrite)
-    is_first = world().rank() == 0
-    if is_first:
-        sys.stdout.write(plan)
-        keep_recipe(folder, settings, replace=False)
+    folder = begin_run(args, settings, plan)
     references = kept_references(folder, model, [*pairs, *valid], batch_size=tune.batch_size)
-    outcome = train(
-        model,
-        settings.optimizer.build(),
-        Prefetch(_batches(pairs, settings, references[: len(pairs)])),
-        preference_loss(preference),
-        settings.train,
-        schedule=settings.schedule,
+    outcome = carry_out(
+        *(args, settings, folder, model, tokenizer),
+        source=_batches(pairs, settings, references[: len(pairs)]),
+        loss_fn=preference_loss(preference),
         validation=_validation(valid, settings, references[len(pairs) :]),
-        run_folder=folder,
-        resume=args.resume,
-        settings=settings.as_dict(),
-        reporters=reporters(args, settings.as_dict()),
+        stage="dpo",
     )
-    if outcome.reason == "early" and (is_first or (folder / BEST).is_dir()):
-        load_best(folder, model)
-    if is_first:
-        keep_recipe(folder, settings, replace=True)
-        save_result(folder, model, tokenizer, settings, outcome, stage="dpo")
-    return finish_run(folder, outcome, unit="pairs") if is_first else 0
+    return finish_run(folder, outcome, unit="pairs") if world().rank() == 0 else 0
 
 
 def reference_logprobs(model: Model, pairs: Sequence[Pair], *, batch_size: int) -> mx.array:

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from openelm_mlx.adapter_files import write_adapter_files
-from openelm_mlx.batches import Prefetch
+from openelm_mlx.batches import Batches, Prefetch
 from openelm_mlx.checkpoint import load
 from openelm_mlx.distributed import describe_world, world
 from openelm_mlx.fitting import quantization_of
 from openelm_mlx.lora import adapter_state, add_adapters, trainable_count, warn_where_mlx_lm_differs
 from openelm_mlx.model import Model
-from openelm_mlx.objectives import language_model_loss
+from openelm_mlx.objectives import LossFn, language_model_loss
 from openelm_mlx.run_folder import (
     finish_run,
     plan_text,
@@ -76,34 +76,75 @@ def tune(args: argparse.Namespace, settings: TuningSettings) -> int:
     if args.dry_run:
         sys.stdout.write(f"{plan}\n{describe_samples(splits['train'], tokenizer)}")
         return 0
+    folder = begin_run(args, settings, plan)
+    outcome = carry_out(
+        *(args, settings, folder, model, tokenizer),
+        source=source,
+        loss_fn=language_model_loss(loss),
+        validation=evaluation_of(splits["valid"], settings),
+        stage="finetune",
+    )
+    if args.test:
+        _test(model, splits["test"], settings)
+    return finish_run(folder, outcome) if world().rank() == 0 else 0
+
+
+def begin_run(args: argparse.Namespace, settings: TuningSettings, plan: str) -> Path:
+    """Make the folder of a run, once all is checked; show the plan and keep the recipe."""
     folder = Path(args.output)
-    if not keeps:
-        folder = prepare_run_folder(folder, resume=args.resume, overwrite=args.overwrite)
-    is_first = world().rank() == 0
-    if is_first:
+    if args.overwrite:  # else it was made before the data were read
+        folder = prepare_run_folder(folder, resume=args.resume, overwrite=True)
+    if world().rank() == 0:
         sys.stdout.write(plan)
         keep_recipe(folder, settings, replace=False)
+    return folder
+
+
+def carry_out(
+    args: argparse.Namespace,
+    settings: TuningSettings,
+    folder: Path,
+    model: Model,
+    tokenizer: Tokenizer,
+    *,
+    source: Batches,
+    loss_fn: LossFn,
+    validation: Any,
+    stage: str,
+) -> Outcome:
+    """Train, go back to the best weights after an early stop, and save the result.
+
+    Args:
+        args: the flags of a run.
+        settings: complete, see :meth:`TuningSettings.for_updates`.
+        folder: of the run.
+        model: prepared; trained in place.
+        tokenizer: saved with a whole model.
+        source: this rank's batches.
+        loss_fn: (model, batch) -> (sum, n).
+        validation: gives batches for one pass, or None.
+        stage: for the provenance.
+    """
     outcome = train(
         model,
         settings.optimizer.build(),
         Prefetch(source),
-        language_model_loss(loss),
+        loss_fn,
         settings.train,
         schedule=settings.schedule,
-        validation=evaluation_of(splits["valid"], settings),
+        validation=validation,
         run_folder=folder,
         resume=args.resume,
         settings=settings.as_dict(),
         reporters=reporters(args, settings.as_dict()),
     )
+    is_first = world().rank() == 0
     if outcome.reason == "early" and (is_first or (folder / BEST).is_dir()):
         load_best(folder, model)
     if is_first:
         keep_recipe(folder, settings, replace=True)
-        save_result(folder, model, tokenizer, settings, outcome, stage="finetune")
-    if args.test:
-        _test(model, splits["test"], settings)
-    return finish_run(folder, outcome) if is_first else 0
+        save_result(folder, model, tokenizer, settings, outcome, stage=stage)
+    return outcome
 
 
 def _check_context(model: Model, samples: Sequence[Sample]) -> None:
