@@ -26,6 +26,7 @@ COMMANDS: dict[str, Route] = {
     "fuse": ("openelm_mlx.fuse", "", "fold adapters into their model"),
     "tokenizer": ("openelm_mlx.tokenizer_training", "tokenizer", "train a SentencePiece tokenizer"),
     "average": ("convert.average", "average", "average checkpoints, as CoreNet does"),
+    "evaluate": ("openelm_mlx.evaluate", "", "perplexity of text, and scores on tasks"),
     "info": ("openelm_mlx.info", "", "layers, widths, parameters, bytes, and where a folder runs"),
     "bench": ("openelm_mlx.bench", "", "speed and memory, side by side with mlx_lm"),
     "plot": ("openelm_mlx.plots", "", "draw the loss of a training run"),

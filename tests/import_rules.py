@@ -19,8 +19,8 @@ PACKAGES = ("openelm_mlx", "convert")
 LAYERS = {
     "foundation": "atomic blas",
     "0": """cache chat_template compressed config config_check detokenizer distributed doctor
-        document_stream graph_count hub interrupts losses metrics mismatch optim plots
-        preference_args python_text recipe
+        document_stream evaluation_args graph_count hub interrupts losses metrics mismatch optim
+        plots preference_args python_text recipe
         recipe_flags recipe_values run_flags sampling scaling sentencepiece_json text_files
         text_filters text_formats tokenizer tokenizer_backends tokenizer_codec
         tokenizer_files tokenizer_search watchdog
@@ -33,9 +33,9 @@ LAYERS = {
         tuning_formats tuning_lengths tuning_pairs tuning_tokens weight_files""",
     "2": """adapter_args adapter_embeddings adapter_files adapter_fuse adapter_layers fitting lora
         rank_checks sharding""",
-    "3": "checkpoint objectives training_state tuning_settings",
-    "4": """decoding draft_model non_finite preference progress proposals replay run_folder
-        speculative trainer training_step validation
+    "3": "checkpoint evaluation_record objectives training_state tuning_settings",
+    "4": """decoding draft_model non_finite perplexity preference progress proposals replay
+        run_folder speculative token_scoring trainer training_step validation
         convert.adapter_merge convert.average convert.coreai convert.coreai_api
         convert.coreai_verify convert.coreml convert.coreml_graph convert.coreml_verify
         convert.coreml_weights convert.corenet convert.corenet_checkpoint
@@ -44,9 +44,10 @@ LAYERS = {
         convert.huggingface_config convert.peft convert.peft_adapters convert.peft_config
         convert.peft_tensors convert.quantize convert.quantize_check convert.quantize_plan
         convert.source""",
-    "5": """batch batch_file chat dpo dpo_run evaluate finetune fuse fuse_report generate
-        generation_settings info pretrain pretrain_run pretrain_settings serve server
-        server_generation tokenizer_training tuning_run""",
+    "5": """batch batch_file chat checkpoint_scores comparison comparison_report coreai_scoring
+        dpo dpo_run evaluate evaluation finetune fuse fuse_report generate
+        generation_settings info package_scoring pretrain pretrain_run pretrain_settings
+        scored_models serve server server_generation suites tokenizer_training tuning_run""",
     "6": "bench bench_cases bench_shared bench_training check_release demo",
     "7": "cli convert.cli",
 }
@@ -62,6 +63,9 @@ FAMILIES = (
     "non_finite progress replay run_folder trainer training_step validation",
     "batch* chat generate generation_settings serve*",
     "bench*",
+    """checkpoint_scores comparison* coreai_scoring evaluat* package_scoring pretrain_settings
+        scored_models suites""",
+    "perplexity token_scoring decoding",
     "dpo dpo_run finetune tuning_run",  # the same models tuned on other data
     "metrics plots",
     "pretrain*",
@@ -76,7 +80,7 @@ FAMILIES = (
     "convert.coreai*",
 )
 # The library reaches into `convert` only here (stages of layer 6 and 7 aside), inside functions.
-INTO_CONVERT = "checkpoint evaluate fitting weight_files"
+INTO_CONVERT = "checkpoint fitting package_scoring weight_files"
 CONVERT_FOR_LIBRARY = (
     "convert.names convert.pt_file convert.mil_package convert.mil_ops convert.mil_eval"
 )

@@ -1,0 +1,206 @@
+"""The work of ``openelm evaluate``: one model on text and tasks; several, and runs, elsewhere."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from openelm_mlx.atomic import refuse_existing_file
+from openelm_mlx.evaluation_args import PerplexityArgs, TaskArgs
+from openelm_mlx.evaluation_record import Partial, hash_files, today, versions, write_result
+from openelm_mlx.perplexity import TextScore, pieces_of, score_pieces
+from openelm_mlx.scored_models import ScoredModel, open_model
+from openelm_mlx.text_files import documents, find_files
+
+logger = logging.getLogger(__name__)
+
+
+def evaluate(args: argparse.Namespace, text: PerplexityArgs | None, tasks: TaskArgs | None) -> int:
+    """Measure what was asked for, print it, and write it where ``--output`` says.
+
+    Args:
+        args: the flags of ``openelm evaluate``.
+        text: what text to score.
+        tasks: which tasks to score.
+
+    Returns:
+        The exit code.
+    """
+    if args.output:
+        refuse_existing_file(args.output, overwrite=args.overwrite)
+    models = [*args.model, *(args.compare or [])]
+    _check(args, models)
+    if len(models) > 1 or args.compare is not None:
+        from openelm_mlx.comparison import compare
+
+        return compare(args, models, text, tasks)
+    if args.checkpoints:
+        from openelm_mlx.checkpoint_scores import score_checkpoints
+
+        return score_checkpoints(args, text, tasks)
+    model = open_model(
+        models[0],
+        adapter_path=args.adapter_path,
+        tokenizer=args.tokenizer,
+        float32=args.float32,
+    )
+    work = work_of([model], text, tasks)
+    partial = Partial(args.output, work)
+    result = measure(model, text, tasks, partial, show=sys.stdout.write)
+    if args.output:
+        write_result(args.output, {**result, **work, "date": today()}, overwrite=args.overwrite)
+        partial.remove()
+    return 0
+
+
+def _check(args: argparse.Namespace, models: list[str]) -> None:
+    if args.checkpoints and (args.compare is not None or len(models) > 1):
+        raise ValueError("--checkpoints scores one run; leave --compare and further models out")
+    if not models and not args.checkpoints:
+        raise ValueError("give --model M, --checkpoints DIR or --compare M M")
+    if args.adapter_path and (len(models) != 1 or args.checkpoints):
+        raise ValueError("--adapter-path goes with one --model; give --compare the adapter folders")
+    if args.compare is not None and len(models) < 2:
+        raise ValueError(f"--compare needs two models at least, got {len(models)}")
+
+
+def measure(
+    model: ScoredModel,
+    text: PerplexityArgs | None,
+    tasks: TaskArgs | None,
+    partial: Partial,
+    *,
+    name: str = "",
+    show: Callable[[str], Any] = lambda _: None,
+) -> dict[str, Any]:
+    """Score one model.
+
+    Args:
+        model: of any kind; tasks need an MLX model.
+        text: what text to score.
+        tasks: which tasks to score.
+        partial: keeps sums in case of an interruption.
+        name: prefix of what is kept, where several models are scored.
+        show: receives lines for a person.
+
+    Returns:
+        ``model`` and the numbers: ``perplexity``, ``bits_per_byte``, … and ``results`` of tasks.
+    """
+    result: dict[str, Any] = {"model": model.name}
+    if text is not None:
+        scored = score_text(model, text, partial, name=f"{name}text")
+        result |= scored
+        show(describe_text(scored) + "\n")
+    if tasks is not None:
+        from openelm_mlx.suites import render_tasks, run_tasks
+
+        if model.mlx is None:
+            raise ValueError(f"{model.name} is no MLX model, and tasks need one; give --data")
+        scored = run_tasks(model.mlx, model.tokenizer, tasks, name=model.name)
+        result |= scored
+        show(render_tasks(scored))
+    return result
+
+
+def work_of(
+    models: list[ScoredModel], text: PerplexityArgs | None, tasks: TaskArgs | None
+) -> dict[str, Any]:
+    """All that a result depends on: settings, versions and hashes, ready for JSON."""
+    settings: dict[str, Any] = {}
+    hashes: dict[str, Any] = {"weights": {model.name: model.hash for model in models}}
+    if text is not None:
+        settings |= asdict(text)
+        hashes["data"] = hash_files(find_files(text.data))
+    if tasks is not None:
+        settings |= asdict(tasks)
+    settings |= {"float32": models[0].float32, "tokenizer": models[0].tokenizer.source}
+    return {
+        "settings": settings,
+        "versions": versions("mlx-lm", *(["lm-eval"] if tasks is not None else [])),
+        "hashes": hashes,
+    }
+
+
+def score_text(
+    model: ScoredModel, args: PerplexityArgs, partial: Partial, *, name: str = "text"
+) -> dict[str, Any]:
+    """Perplexity and the rest of text; see :meth:`openelm_mlx.perplexity.TextScore.result`.
+
+    Raises:
+        FileNotFoundError: if a file is missing.
+        ValueError: if a record is damaged, or the tokenizer does not fit the model.
+    """
+    length, stride = window_sizes(args, model.scorer.context)
+    encode = model.tokenizer.encode
+    pieces = pieces_of(
+        _limited(args),
+        encode,
+        length=length,
+        stride=stride,
+        vocab_size=model.scorer.vocab_size,
+    )
+    score = TextScore(**(partial.load(name) or {}))
+    with tqdm(
+        total=_total_bytes(args),
+        initial=score.bytes,
+        desc=Path(model.name).name,
+        unit="B",
+        unit_scale=True,
+        disable=not sys.stderr.isatty(),
+    ) as bar:
+
+        def after_batch(size: int) -> None:
+            bar.update(size)
+            partial.save(score.state_dict(), name)
+
+        try:
+            score_pieces(
+                model.scorer, pieces, score, batch_size=args.batch_size, after_batch=after_batch
+            )
+        except KeyboardInterrupt:
+            partial.save(score.state_dict(), name, now=True)
+            raise
+    return {**score.result(), "window": length, "stride": stride}
+
+
+def window_sizes(args: PerplexityArgs, context: int) -> tuple[int, int]:
+    """Inputs of a window and how far it moves on.
+
+    Raises:
+        ValueError: if the windows would leave tokens out.
+    """
+    length = args.max_seq_length or context
+    if length > context:
+        logger.warning("windows of %d tokens are longer than the context of %d", length, context)
+    stride = args.stride or max(1, length // 2)
+    if stride > length:
+        raise ValueError(f"stride {stride} is more than the window of {length} tokens; lower it")
+    return length, stride
+
+
+def describe_text(result: Mapping[str, Any]) -> str:
+    """The numbers of a text in one line."""
+    return (
+        f"perplexity {result['perplexity']:.4f}, {result['bits_per_byte']:.4f} bits a byte, "
+        f"{result['token_accuracy']:.2%} of tokens right; {result['tokens']:,} tokens of "
+        f"{result['documents']:,} documents in {result['seconds']:.1f} s "
+        f"({result['tokens_per_second']:,.0f} a second)"
+    )
+
+
+def _limited(args: PerplexityArgs) -> Any:
+    from itertools import islice
+
+    return islice(documents(args.data, text_key=args.text_key), args.limit)
+
+
+def _total_bytes(args: PerplexityArgs) -> int | None:
+    """Bytes of all text, for the bar; not looked for where nobody sees one."""
+    if not sys.stderr.isatty():
+        return None
+    return sum(len(document.text.encode()) for document in _limited(args))

@@ -1,0 +1,134 @@
+"""The result of an evaluation on disk, and the partial sums that an interruption leaves.
+
+Result files appear whole. Beside one lies, while it is being computed, a file of partial sums.
+"""
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from openelm_mlx.atomic import atomic_file
+from openelm_mlx.weight_files import find_weight_files, write_json
+
+logger = logging.getLogger(__name__)
+
+_SAVE_EVERY = 5.0  # seconds between two writes of partial sums
+
+
+def versions(*more: str) -> dict[str, str]:
+    """Versions of what computes the result, as far as installed.
+
+    Args:
+        more: distributions beside ours and MLX.
+    """
+    found = {}
+    for name in ("openelm-mlx", "mlx", *more):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def sha256_of(files: Iterable[Path]) -> str:
+    """One hash over the bytes of files, in order."""
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def hash_files(files: Sequence[Path]) -> dict[str, str]:
+    """Path -> SHA-256."""
+    return {str(file): sha256_of([file]) for file in files}
+
+
+def weights_hash(folder: Path) -> str:
+    """SHA-256 over a model folder's weight files."""
+    return sha256_of(find_weight_files(folder))
+
+
+def folder_bytes(folder: Path) -> int:
+    """Size of all files below a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def today() -> str:
+    """The date, as ISO 8601 has it."""
+    return time.strftime("%Y-%m-%d", time.gmtime())
+
+
+def write_result(path: str | Path, result: Mapping[str, Any], *, overwrite: bool) -> None:
+    """Write a result as JSON, whole or not at all.
+
+    Raises:
+        FileExistsError: if the file is there and may not be replaced.
+    """
+    with atomic_file(path, overwrite=overwrite) as temporary:
+        write_json(temporary, result)
+
+
+class Partial:
+    """Partial sums beside a result file, by which an interrupted evaluation goes on.
+
+    Args:
+        output: the result file; None keeps nothing.
+        work: everything that the sums depend on; sums of other work are not used.
+    """
+
+    def __init__(self, output: str | Path | None, work: Mapping[str, Any]) -> None:
+        self._path = None if output is None else partial_file(output)
+        text = json.dumps(work, sort_keys=True, default=str)
+        self._key = hashlib.sha256(text.encode()).hexdigest()
+        self._saved = time.monotonic()
+
+    def load(self, name: str = "text") -> dict[str, Any] | None:
+        """What was saved under a name; None where there is nothing of this work."""
+        kept = self._read()
+        found: dict[str, Any] | None = kept["parts"].get(name)
+        if found is not None:
+            logger.info("%s: continuing an evaluation that was interrupted", self._path)
+        return found
+
+    def save(self, state: Mapping[str, Any], name: str = "text", *, now: bool = False) -> None:
+        """Keep a state under a name; without ``now``, at most every 5 seconds."""
+        if self._path is None or (not now and time.monotonic() - self._saved < _SAVE_EVERY):
+            return
+        kept = self._read()
+        kept["parts"][name] = dict(state)
+        with atomic_file(self._path) as temporary:
+            temporary.write_text(json.dumps(kept), encoding="utf-8")
+        self._saved = time.monotonic()
+
+    def remove(self) -> None:
+        """The result is written: the partial sums have served."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def _read(self) -> dict[str, Any]:
+        empty: dict[str, Any] = {"work": self._key, "parts": {}}
+        if self._path is None or not self._path.is_file():
+            return empty
+        try:
+            kept = json.loads(self._path.read_text(encoding="utf-8"))
+            same = kept["work"] == self._key and isinstance(kept["parts"], dict)
+        except (ValueError, KeyError, TypeError):
+            same = False
+        if same:
+            return dict(kept)
+        logger.warning("%s is of another evaluation; starting anew", self._path)
+        self._path.unlink()
+        return empty
+
+
+def partial_file(output: str | Path) -> Path:
+    """Where the partial sums of a result file lie."""
+    output = Path(output)
+    return output.with_name(f".{output.name}.partial")
