@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from convert.coreml_codes import Codes, chunks
+from convert.coreml_palette import Palettes
 
 if TYPE_CHECKING:
     from coremltools.converters.mil.mil import Var
@@ -169,6 +170,54 @@ class Affine(StoredWeight):
             return None
         result = replace(self, stored=replace(self.stored, scale=scale))
         return result if self._if_exact(result, rows, exponent) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Palette(StoredWeight):
+    """Indices into a palette for each block of rows, or of rows and columns."""
+
+    stored: Palettes
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        rows, columns = self.stored.indices.shape
+        return rows, columns
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, packed."""
+        return _packed_bytes(self.stored.indices, self.stored.bits) + self.stored.values.nbytes
+
+    def emit(self, name: str) -> "Var":
+        """See `StoredWeight.emit`."""
+        from coremltools.converters.mil import Builder as mb
+
+        indices = self.stored.indices.astype(_integer_type(f"uint{self.stored.bits}"))
+        lut = self.stored.values[..., None]  # (row groups, column groups, 2^bits, 1)
+        return mb.constexpr_lut_to_dense(indices=indices, lut=lut, name=name)
+
+    def rows(self, part: slice) -> np.ndarray:
+        """See `StoredWeight.rows`."""
+        indices, values = self.stored.indices[part], self.stored.values
+        group = np.arange(*part.indices(self.shape[0])) // self._height
+        block = np.arange(values.shape[1])
+        within = indices.reshape(len(group), len(block), -1)
+        found: np.ndarray = values[group[:, None, None], block[:, None], within]
+        return found.reshape(indices.shape)
+
+    @property
+    def _height(self) -> int:
+        return self.shape[0] // self.stored.values.shape[0]
+
+    def scaled(self, rows: slice, exponent: int) -> "Palette | None":
+        """See `StoredWeight.scaled`."""
+        start, stop, _ = rows.indices(self.shape[0])
+        if start % self._height or stop % self._height:
+            return None
+        groups = slice(start // self._height, stop // self._height)
+        values = _times_power(self.stored.values, groups, exponent)
+        return None if values is None else replace(self, stored=replace(self.stored, values=values))
 
 
 def _packed_bytes(values: np.ndarray, bits: int) -> int:

@@ -6,10 +6,23 @@ import mlx.core as mx
 import numpy as np
 
 from convert.coreml_codes import DEQUANTIZE, INT4_BLOCK, carry, quantise, unpack
-from convert.coreml_stored import Affine, Dense, StoredWeight
+from convert.coreml_palette import GROUP, Palettes, palettise
+from convert.coreml_stored import Affine, Dense, Palette, StoredWeight
 
-KINDS = ("fp16", "int8", "int4")
+__all__ = [
+    "KINDS",
+    "Affine",
+    "Dense",
+    "Palette",
+    "StoredWeight",
+    "check_shrunk",
+    "from_mlx",
+    "store",
+]
+
+KINDS = ("fp16", "int8", "int4", "palette4", "palette6")
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
+_TWO_BITS = "2-bit codes are indices into a palette of 4 values for each group"
 _SLACK = 0.02  # of the expected bytes, and
 _SLACK_BYTES = 1 << 16  # headers and alignment of the blob's entries
 
@@ -20,26 +33,25 @@ def store(weight: np.ndarray, kind: str) -> StoredWeight:
     Args:
         weight: (out, in) float16 or float32.
         kind: ``fp16``; ``int8``, a scale for each output channel; ``int4``, a scale for each block
-            of 32 input channels (or of the largest number up to 32 that divides in).
+            of 32 input channels; ``palette4`` or ``palette6``, 16 or 64 values for each group of
+            16 output channels. Where 32 or 16 does not divide, the largest number below that
+            does; `StoredWeight.note` says so.
 
     Raises:
         ValueError: if the kind is unknown, or the weights are no matrix or not finite in float16.
     """
     if kind not in KINDS:
         raise ValueError(f"weights are stored as one of {', '.join(KINDS)}, not {kind!r}")
-    half = _as_float16(weight)
+    half, (rows, columns) = _as_float16(weight), weight.shape
     if kind == "fp16":
         return Dense(values=half)
-    columns = weight.shape[1]
     if kind == "int8":
         return Affine(stored=quantise(weight, 8, columns))
-    block = _dividing(columns, INT4_BLOCK)
-    note = (
-        ""
-        if block == INT4_BLOCK
-        else f"int4 blocks of {block} input channels: {INT4_BLOCK} does not divide {columns}"
-    )
-    return Affine(stored=quantise(weight, 4, block), note=note)
+    if kind == "int4":
+        block, note = _dividing(columns, INT4_BLOCK, "int4 blocks of {} input channels")
+        return Affine(stored=quantise(weight, 4, block), note=note)
+    group, note = _dividing(rows, GROUP, "palettes for {} output channels each")
+    return Palette(stored=palettise(half, int(kind.removeprefix("palette")), group), note=note)
 
 
 def _as_float16(weight: np.ndarray) -> np.ndarray:
@@ -48,20 +60,25 @@ def _as_float16(weight: np.ndarray) -> np.ndarray:
             f"a weight must be a float16 or float32 matrix, got {weight.dtype} of shape "
             f"{weight.shape}; convert it first"
         )
+    return _rounded(weight)
+
+
+def _rounded(weight: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         half = weight.astype(np.float16, copy=False)
     if not np.isfinite(half).all():
-        worst = float(np.abs(weight).max())
         raise ValueError(
-            f"a weight of {worst:.4g} does not fit float16 (largest 65504), which Core ML stores"
+            f"a weight of {float(np.abs(weight).max()):.4g} does not fit float16 (largest 65504), "
+            "which Core ML stores; the checkpoint may be damaged"
         )
     return half
 
 
-def _dividing(columns: int, block: int) -> int:
-    """The largest block up to the one asked that divides; the whole row where that is under 8."""
-    best = max(n for n in range(1, min(block, columns) + 1) if columns % n == 0)
-    return best if best >= 8 else columns
+def _dividing(size: int, block: int, meaning: str) -> tuple[int, str]:
+    """The largest block up to the one asked that divides, or all where that is under 4; a note."""
+    best = max(n for n in range(1, min(block, size) + 1) if size % n == 0)
+    best = best if best >= 4 else size
+    return best, "" if best == block else f"{meaning.format(best)}: {block} does not divide {size}"
 
 
 def from_mlx(
@@ -100,8 +117,15 @@ def from_mlx(
             f"MLX codes {packed.shape} of {bits} bits in groups of {group_size} do not go with "
             f"scales {scale.shape} and biases {bias.shape}"
         )
+    if bits == 2:  # a palette is smaller than codes of 4 bits, and holds s q + b itself
+        return Palette(stored=_two_bits(unpack(packed, bits), scale, bias), note=_TWO_BITS)
     stored = carry(unpack(packed, bits), scale, bias, bits)
     return Affine(stored=stored, note=stored.note)
+
+
+def _two_bits(codes: np.ndarray, scale: np.ndarray, bias: np.ndarray) -> Palettes:
+    exact = scale[..., None].astype(np.float64) * np.arange(4) + bias[..., None]
+    return Palettes(indices=codes, bits=2, values=_rounded(exact))
 
 
 def _float32(values: np.ndarray | mx.array) -> np.ndarray:
