@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from openelm_mlx.chat_template import APPLE_INSTRUCT_TEMPLATE
+from openelm_mlx.chat_template import APPLE_INSTRUCT_TEMPLATE, CHAT_DEFAULTS, NEXT_TURN
 from openelm_mlx.checkpoint import load
 from openelm_mlx.generate import Response, add_model_arguments, report, stream_generate
 from openelm_mlx.generation_settings import (
@@ -24,9 +24,6 @@ from openelm_mlx.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Small models loop without a penalty; 1.2 is what Apple's model card uses.
-CHAT_DEFAULTS = {"temp": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}
-_NEXT_TURN = ("<|user|>", "<|system|>")  # not special tokens: the model can write them itself
 _HELP = "/reset forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer"
 
 
@@ -137,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) is None:
             setattr(args, name, value)
     settings = GenerateArgs.from_namespace(args)
-    settings = replace(settings, stop=(*settings.stop, *_NEXT_TURN))
+    settings = replace(settings, stop=(*settings.stop, *NEXT_TURN))
     model, tokenizer = load(args.model, args.adapter_path, args.tokenizer, need_tokenizer=True)
     if tokenizer is None:
         raise ValueError("chat needs a tokenizer")

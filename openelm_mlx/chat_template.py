@@ -32,6 +32,10 @@ APPLE_INSTRUCT_TEMPLATE = r"""{{ bos_token }}
 {{- '<|assistant|>\n' }}
 {%- endif %}"""
 
+# Small models loop without a penalty; 1.2 is what Apple's model card uses.
+CHAT_DEFAULTS = {"temp": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}
+NEXT_TURN = ("<|user|>", "<|system|>")  # not special tokens: the model can write them itself
+
 _PRIVATE_USE = range(0xE000, 0xF900)
 
 

@@ -118,7 +118,7 @@ def stream_generate(
     if cache is None:
         cache = make_generation_cache(model, args)
     tokens = _token_stream(model, ids, args, budget, cache, draft_model)
-    return _stream_text(tokens, tokenizer, args, len(ids), budget, context_ends)
+    return stream_text(tokens, tokenizer, args, len(ids), budget, context_ends)
 
 
 def required(tokenizer: "Tokenizer | None") -> "Tokenizer":
@@ -168,7 +168,7 @@ def _token_stream(
     )
 
 
-def _stream_text(
+def stream_text(
     tokens: Generator[int, None, None],
     tokenizer: "Tokenizer",
     args: GenerateArgs,
@@ -176,7 +176,19 @@ def _stream_text(
     budget: int,
     context_ends: bool,
 ) -> Generator[Response, None, None]:
-    """Turn ids into text, watch for the end, and measure."""
+    """Turn ids into text, watch for the end, and measure.
+
+    Args:
+        tokens: the ids, whatever computes them.
+        tokenizer: whose end-of-text ids end the text.
+        args: the stop texts.
+        prompt_tokens: ids of the prompt.
+        budget: how many ids there may be.
+        context_ends: whether the context, not ``max_tokens``, limits them.
+
+    Yields:
+        One :class:`Response` a token and a closing one.
+    """
     from openelm_mlx.detokenizer import StopMatcher
 
     detokenizer, matcher = tokenizer.detokenizer(), StopMatcher(args.stop)

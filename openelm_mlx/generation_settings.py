@@ -109,6 +109,21 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, temp: float = 0.0
         parser: to extend; every default is None, which leaves the dataclass's.
         temp: the default temperature that the help names.
     """
+    add_sampler_arguments(parser, temp=temp)
+    add = parser.add_argument
+    add("--max-kv-size", type=int, metavar="N", help="rotating cache: forget all but N tokens")
+    add("--kv-bits", type=int, metavar="B", help="quantise the cache to B bits (8 or 4)")
+    add("--kv-group-size", type=int, metavar="N", help="values a group in it (default 64)")
+    add("--prefill-step", type=int, metavar="N", help="prompt tokens a forward pass (default 512)")
+
+
+def add_sampler_arguments(parser: argparse.ArgumentParser, *, temp: float = 0.0) -> None:
+    """Add the flags that say which tokens are picked and where the text ends.
+
+    Args:
+        parser: to extend, as :func:`add_sampling_arguments`.
+        temp: the default temperature that the help names.
+    """
     add = parser.add_argument
     add("--max-tokens", type=int, metavar="N", help="tokens to generate at most (default 256)")
     add("--temp", type=float, metavar="T", help=f"temperature, 0 is greedy (default {temp})")
@@ -129,10 +144,6 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, temp: float = 0.0
     )
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
     add("--seed", type=int, metavar="N", help="repeat the same draws")
-    add("--max-kv-size", type=int, metavar="N", help="rotating cache: forget all but N tokens")
-    add("--kv-bits", type=int, metavar="B", help="quantise the cache to B bits (8 or 4)")
-    add("--kv-group-size", type=int, metavar="N", help="values a group in it (default 64)")
-    add("--prefill-step", type=int, metavar="N", help="prompt tokens a forward pass (default 512)")
 
 
 def prompt_ids(tokenizer: "Tokenizer", prompt: str | Sequence[int]) -> list[int]:
