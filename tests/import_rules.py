@@ -24,7 +24,12 @@ LAYERS = {
         recipe_flags recipe_values run_flags sampling scaling sentencepiece_json text_files
         text_filters text_formats tokenizer tokenizer_backends tokenizer_codec
         tokenizer_files tokenizer_search watchdog
-        convert.dtypes convert.licence convert.mil_eval convert.mil_ops convert.mil_package
+        convert.dtypes convert.licence
+        convert.mil_blob convert.mil_constants convert.mil_eval convert.mil_features
+        convert.mil_findings convert.mil_ops convert.mil_ops_compressed
+        convert.mil_ops_elementwise convert.mil_ops_index convert.mil_ops_matrix
+        convert.mil_ops_reduce convert.mil_ops_shapes convert.mil_package convert.mil_tools convert.mil_plan
+        convert.mil_types
         convert.names convert.pt_archive convert.pt_containers convert.pt_dtypes
         convert.pt_file convert.pt_globals convert.pt_numpy convert.pt_tensor
         convert.pt_unpickler convert.pt_writer""",
@@ -35,20 +40,23 @@ LAYERS = {
         rank_checks sharding""",
     "3": "checkpoint evaluation_record objectives training_state tuning_settings",
     "4": """decoding draft_model non_finite perplexity preference progress proposals replay
-        run_folder speculative token_scoring trainer training_step validation
+        run_folder speculative stepwise_scoring token_scoring trainer training_step validation
         convert.adapter_merge convert.average convert.coreai convert.coreai_api
-        convert.coreai_verify convert.coreml convert.coreml_graph convert.coreml_verify
+        convert.coreai_verify convert.coreml convert.coreml_caches convert.coreml_graph
+        convert.coreml_guard convert.coreml_layers convert.coreml_package
+        convert.coreml_parameters convert.coreml_settings convert.coreml_verify
         convert.coreml_weights convert.corenet convert.corenet_checkpoint
         convert.corenet_config convert.corenet_lora convert.corenet_reader
         convert.corenet_rows convert.corenet_writer convert.huggingface
         convert.huggingface_config convert.peft convert.peft_adapters convert.peft_config
         convert.peft_tensors convert.quantize convert.quantize_check convert.quantize_plan
         convert.source""",
-    "5": """batch batch_file chat checkpoint_scores comparison comparison_report coreai_scoring
+    "5": """batch batch_file bundle_scoring chat checkpoint_scores comparison comparison_report
         dpo dpo_run evaluate evaluation finetune fuse fuse_report generate
         generation_settings info package_scoring pretrain pretrain_run pretrain_settings
         scored_models serve server server_generation suites tokenizer_training tuning_run""",
-    "6": "bench bench_cases bench_shared bench_training check_release demo",
+    "6": """bench bench_cases bench_report bench_run bench_shared bench_start bench_training
+        bench_work check_release demo plot_command""",
     "7": "cli convert.cli",
 }
 # One thing split for reading: its parts may import each other though in one layer (patterns).
@@ -62,12 +70,12 @@ FAMILIES = (
     "decoding draft_model proposals speculative",
     "non_finite progress replay run_folder trainer training_step validation",
     "batch* chat generate generation_settings serve*",
-    "bench*",
-    """checkpoint_scores comparison* coreai_scoring evaluat* package_scoring pretrain_settings
+    "bench* plot_command",
+    """bundle_scoring checkpoint_scores comparison* evaluat* package_scoring pretrain_settings
         scored_models suites""",
-    "perplexity token_scoring decoding",
+    "perplexity *_scoring decoding",
     "dpo dpo_run finetune tuning_run",  # the same models tuned on other data
-    "metrics plots",
+    "metrics plots plots_*",
     "pretrain*",
     "cli convert.cli",
     "convert.pt_*",
@@ -76,7 +84,7 @@ FAMILIES = (
     "convert.peft* convert.adapter_merge",
     "fuse*",
     "convert.mil_*",
-    "convert.coreml*",
+    "convert.coreml* convert.quantize_check convert.source",
     "convert.coreai*",
 )
 # The library reaches into `convert` only here (stages of layer 6 and 7 aside), inside functions.
@@ -101,7 +109,7 @@ ALSO = {
     "model": "mlx_lm",  # its attention, where a cache is quantised
     "server*": "mlx_lm!",  # themselves imported only when a server is asked for
     "convert.pt_*": "numpy!",
-    "convert.mil_*": "numpy! coremltools",
+    "convert.mil_*": "numpy! coremltools google",  # google.protobuf comes with coremltools
     "convert.coreml*": "coremltools",
     "convert.coreai_api": "coreai",
 }

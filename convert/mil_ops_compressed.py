@@ -1,0 +1,82 @@
+"""Operations of MIL that expand compressed constants, in NumPy.
+
+Each takes ``rounded`` first, what is done to a float result: nothing, or rounding to float16.
+Source of the formulas: coremltools/converters/mil/mil/ops/defs/iOS18/compression.py, docstrings.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from convert.mil_types import Array
+
+Rounding = Callable[[Array], Array]
+
+
+def _blockwise(rounded: Rounding, data: Array, scale: Array, offset: Array | None = None) -> Array:
+    """Give scale * (data - offset), one scale and offset a block along every axis."""
+    split, spread = [], []
+    for size, blocks in zip(data.shape, scale.shape, strict=True):
+        if blocks == 0 or size % blocks:
+            raise ValueError(f"data of {list(data.shape)} for scales of {list(scale.shape)}")
+        split += [blocks, size // blocks]
+        spread += [blocks, 1]
+    values = data.astype(np.float32).reshape(split)
+    if offset is not None:
+        values -= offset.astype(np.float32).reshape(spread)
+        if offset.dtype.kind == "f":
+            values = rounded(values)  # integers this small are exact
+    values *= scale.astype(np.float32).reshape(spread)
+    return rounded(values).reshape(data.shape)
+
+
+def _lut(rounded: Rounding, indices: Array, lut: Array, vector_axis: Array | None = None) -> Array:
+    """Palette entries by index; one palette a block of indices, an entry may be a vector."""
+    rank = indices.ndim
+    groups, width = lut.shape[:rank], lut.shape[-1]
+    if any(size % count for size, count in zip(indices.shape, groups, strict=True)):
+        raise ValueError(f"indices of {list(indices.shape)} for palettes of {list(lut.shape)}")
+    if indices.size and int(indices.max()) >= lut.shape[-2]:
+        raise ValueError(f"index {indices.max()} in a palette of {lut.shape[-2]}")
+    dtype = np.float32 if lut.dtype.kind == "f" else lut.dtype
+    values = np.empty((*indices.shape, width), dtype)
+    blocks = [size // count for size, count in zip(indices.shape, groups, strict=True)]
+    for group in np.ndindex(*groups):
+        region = tuple(slice(g * n, (g + 1) * n) for g, n in zip(group, blocks, strict=True))
+        values[region] = lut[group].astype(dtype)[indices[region]]
+    if width == 1:
+        return rounded(values[..., 0])
+    axis = (0 if vector_axis is None else int(vector_axis)) % rank
+    shape = [n * width if i == axis else n for i, n in enumerate(indices.shape)]
+    return rounded(np.moveaxis(values, -1, axis + 1).reshape(shape))
+
+
+def _affine(
+    rounded: Rounding, quantized_data: Array, zero_point: Array, scale: Array, axis: Array
+) -> Array:
+    """Give scale * (data - zero_point) along one axis (iOS 16)."""
+    shape = [1] * quantized_data.ndim
+    shape[int(axis)] = -1
+    offset = zero_point.astype(np.float32).reshape(shape if zero_point.ndim else ())
+    factor = scale.astype(np.float32).reshape(shape if scale.ndim else ())
+    return rounded((quantized_data.astype(np.float32) - offset) * factor)
+
+
+def _cast(rounded: Rounding, source_val: Array, output_dtype: str) -> Array:
+    return rounded(source_val.astype(np.float32))
+
+
+def _sparse(rounded: Rounding, nonzero_data: Array, mask: Array) -> Array:
+    dtype = np.float32 if nonzero_data.dtype.kind == "f" else nonzero_data.dtype
+    values = np.zeros(mask.shape, dtype)
+    values[mask == 1] = nonzero_data
+    return values
+
+
+COMPRESSED: dict[str, Callable[..., Array]] = {
+    "constexpr_blockwise_shift_scale": _blockwise,
+    "constexpr_lut_to_dense": _lut,
+    "constexpr_affine_dequantize": _affine,
+    "constexpr_cast": _cast,
+    "constexpr_sparse_to_dense": _sparse,
+}
