@@ -6,7 +6,6 @@ unit it would run, how fast, nor what that unit's own arithmetic does.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -41,7 +40,7 @@ class Package:
         self,
         path: str | Path,
         *,
-        precision: Literal["float32", "native"] = "float32",
+        precision: str = "float32",
         cache_weights: bool = True,
     ) -> None:
         if precision not in ("float32", "native"):
