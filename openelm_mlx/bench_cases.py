@@ -1,23 +1,20 @@
 """What ``openelm bench`` measures: each case prepares contenders that return one number."""
 
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
-from openelm_mlx.bench_shared import COMPILED, OURS, STOCK, Bench, Case, Contender
+from openelm_mlx.bench_shared import COMPILED, OURS, Bench, Case, Contender, beside
+from openelm_mlx.bench_start import start_cases
 from openelm_mlx.bench_training import training_cases
+from openelm_mlx.bench_work import Work, decode_work, prefill_work
 from openelm_mlx.cache import make_cache
-from openelm_mlx.checkpoint import save_model
 from openelm_mlx.decoding import CompiledStep, EagerStep, decode, prefill
 from openelm_mlx.generation_settings import GenerateArgs
 from openelm_mlx.graph_count import count_kernels, host_seconds
-from openelm_mlx.model import Model
 
 
 def _prefill(tokens: int) -> Callable[[Bench], dict[str, Contender]]:
@@ -42,7 +39,7 @@ def _prefill(tokens: int) -> Callable[[Bench], dict[str, Contender]]:
             return tokens / (time.perf_counter() - start)
 
         layers = len(bench.model.layers)
-        return _with(bench, {OURS: lambda: run(bench.model, lambda: make_cache(layers))}, stock)
+        return beside(bench, {OURS: lambda: run(bench.model, lambda: make_cache(layers))}, stock)
 
     return prepare
 
@@ -58,7 +55,23 @@ def _decode(bench: Bench) -> dict[str, Contender]:
 
         return _rate(generate_step(mx.array(ids), bench.stock, max_tokens=bench.new_tokens))
 
-    return _with(bench, {OURS: lambda: ours(False), COMPILED: lambda: ours(True)}, stock)
+    return beside(bench, {OURS: lambda: ours(False), COMPILED: lambda: ours(True)}, stock)
+
+
+def _memory(bench: Bench) -> dict[str, Contender]:
+    """Weights, cache and what a prompt and its continuation need besides, at their highest."""
+    contenders = _decode(bench)
+
+    def peak(run: Contender) -> Contender:
+        def measure() -> float:
+            mx.clear_cache()
+            mx.reset_peak_memory()
+            run()
+            return mx.get_peak_memory() / 1e9
+
+        return measure
+
+    return {name: peak(run) for name, run in contenders.items()}
 
 
 def _rate(tokens: Any) -> float:
@@ -70,21 +83,30 @@ def _rate(tokens: Any) -> float:
 
 
 def _batch(size: int) -> Callable[[Bench], dict[str, Contender]]:
+    """Decoding of several prompts at a time through mlx_lm's batch generator, prompts not timed."""
+
     def prepare(bench: Bench) -> dict[str, Contender]:
         prompts = [bench.prompt(bench.prompt_tokens, seed) for seed in range(size)]
 
         def run(model: Any) -> float:
             from mlx_lm.generate import BatchGenerator
 
-            generator = BatchGenerator(model, max_tokens=bench.new_tokens)
+            generator = BatchGenerator(
+                model,
+                max_tokens=bench.new_tokens,
+                prefill_batch_size=size,
+                completion_batch_size=size,
+            )
             generator.insert(prompts)
+            responses = generator.next_generated()  # of all rows: they begin together
             count, start = 0, time.perf_counter()
             while responses := generator.next_generated():
                 count += len(responses)
+            seconds = time.perf_counter() - start
             generator.close()
-            return count / (time.perf_counter() - start)
+            return count / seconds
 
-        return _with(bench, {OURS: lambda: run(bench.model)}, lambda: run(bench.stock))
+        return beside(bench, {OURS: lambda: run(bench.model)}, lambda: run(bench.stock))
 
     return prepare
 
@@ -104,7 +126,7 @@ def _host(bench: Bench) -> dict[str, Contender]:
         return run(bench.stock, make_prompt_cache(bench.stock), False)
 
     layers = len(bench.model.layers)
-    return _with(
+    return beside(
         bench,
         {
             OURS: lambda: run(bench.model, make_cache(layers), False),
@@ -137,59 +159,7 @@ def _kernels(bench: Bench) -> dict[str, Contender]:
 
         return run(bench.stock, caches, logprobs)
 
-    return _with(bench, {OURS: ours}, stock)
-
-
-def _cold(bench: Bench) -> dict[str, Contender]:
-    """Start a process, load the folder, print one token."""
-    temporary = tempfile.TemporaryDirectory(prefix="openelm-bench-")
-    path = Path(temporary.name) / "model"
-    tokenizer = _small_tokenizer(Path(temporary.name))
-    _save_speaking(bench.model, path, tokenizer)
-
-    def run(module: list[str]) -> float:
-        command = [sys.executable, *module, "--model", str(path), "--prompt", "Once upon a time"]
-        start = time.perf_counter()
-        subprocess.run([*command, "--max-tokens", "1"], check=True, capture_output=True)
-        return time.perf_counter() - start
-
-    def ours() -> float:
-        _ = temporary  # the folder lives as long as the contender
-        return run(["-m", "openelm_mlx.cli", "generate"])
-
-    return _with(bench, {OURS: ours}, lambda: run(["-m", "mlx_lm", "generate"]))
-
-
-def _save_speaking(model: Model, folder: Path, tokenizer: Any) -> None:
-    """Save a model whose likeliest token is one that the tokenizer has, whatever its weights."""
-    table = model.transformer.token_embeddings
-    known = mx.arange(model.args.vocab_size)[:, None] < tokenizer.vocab_size
-    saved = table.weight
-    if "scales" not in table and "lm_head" not in model:
-        table.weight = mx.where(known, saved, mx.zeros_like(saved))
-    try:
-        save_model(model, folder, tokenizer=tokenizer)
-    finally:
-        table.weight = saved
-
-
-def _small_tokenizer(folder: Path) -> Any:
-    """A SentencePiece model of some 300 pieces, trained in a moment: any tokenizer will do here."""
-    from sentencepiece import SentencePieceTrainer
-
-    from openelm_mlx.tokenizer import Tokenizer
-
-    sentences = [f"Once upon a time there were {i} words in a line of text." for i in range(200)]
-    SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences),
-        model_prefix=str(folder / "tokenizer"),
-        vocab_size=300,
-        model_type="bpe",
-        byte_fallback=True,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    return Tokenizer.from_path(folder / "tokenizer.model")
+    return beside(bench, {OURS: ours}, stock)
 
 
 def _lookup(copies: bool) -> Callable[[Bench], dict[str, Contender]]:
@@ -227,8 +197,13 @@ def _lookup(copies: bool) -> Callable[[Bench], dict[str, Contender]]:
     return prepare
 
 
-def _with(bench: Bench, ours: dict[str, Contender], stock: Contender) -> dict[str, Contender]:
-    return {**ours, STOCK: stock} if bench.against else ours
+def _decoding(bench: Bench, *, batch: int) -> Work:
+    prompt, new = bench.prompt_tokens, bench.new_tokens
+    return decode_work(bench.model, prompt=prompt, new=new, batch=batch)
+
+
+def _prefilling(bench: Bench, *, tokens: int) -> Work:
+    return prefill_work(bench.model, tokens=tokens)
 
 
 CASES: dict[str, Case] = {
@@ -240,16 +215,38 @@ CASES: dict[str, Case] = {
         exact=True,
     ),
     "host": Case(title="host time a token", unit="ms", prepare=_host, higher_is_better=False),
-    "prefill-512": Case(title="prefill 512", unit="tokens/s", prepare=_prefill(512)),
-    "prefill-2048": Case(title="prefill 2048", unit="tokens/s", prepare=_prefill(2048)),
-    "decode": Case(title="decode, {prompt} + {new} tokens", unit="tokens/s", prepare=_decode),
-    "batch-4": Case(title="batch 4, {prompt} + {new} tokens", unit="tokens/s", prepare=_batch(4)),
-    "batch-16": Case(
-        title="batch 16, {prompt} + {new} tokens", unit="tokens/s", prepare=_batch(16)
+    **{
+        f"prefill-{n}": Case(
+            title=f"prefill {n}",
+            unit="tokens/s",
+            prepare=_prefill(n),
+            work=partial(_prefilling, tokens=n),
+        )
+        for n in (512, 2048)
+    },
+    "decode": Case(
+        title="decode, {prompt} + {new} tokens",
+        unit="tokens/s",
+        prepare=_decode,
+        work=partial(_decoding, batch=1),
     ),
-    "cold": Case(
-        title="new process to first token", unit="s", prepare=_cold, higher_is_better=False
+    **{
+        f"batch-{n}": Case(
+            title=f"batch {n}, {{prompt}} + {{new}} tokens",
+            unit="tokens/s",
+            prepare=_batch(n),
+            work=partial(_decoding, batch=n),
+        )
+        for n in (4, 16)
+    },
+    "memory": Case(
+        title="peak memory, {prompt} + {new} tokens",
+        unit="GB",
+        prepare=_memory,
+        higher_is_better=False,
+        exact=True,
     ),
+    **start_cases(),
     "lookup-copies": Case(
         title="prompt lookup, near-copies",
         unit="tokens/s",

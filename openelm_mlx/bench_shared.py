@@ -1,12 +1,17 @@
 """What the cases of ``openelm bench`` share: the model, its stock twin, and how a case looks."""
 
 import random
+import shutil
+import tempfile
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mlx.utils import tree_flatten
 
+from openelm_mlx.bench_work import Work
 from openelm_mlx.model import Model
 
 Contender = Callable[[], float]
@@ -24,6 +29,7 @@ class Bench:
         prompt_tokens: of the decoding cases.
         new_tokens: generated a run.
         trials: runs that count.
+        folder: room for files of the cases; see :meth:`make_folder`.
     """
 
     model: Model
@@ -32,6 +38,7 @@ class Bench:
     prompt_tokens: int = 128
     new_tokens: int = 32
     trials: int = 3
+    folder: Path | None = None
     _stock: Any = field(default=None, repr=False)
 
     @property
@@ -46,6 +53,12 @@ class Bench:
             stock.eval()
             self._stock = stock
         return self._stock
+
+    def make_folder(self) -> Path:
+        """Make ``folder``, a temporary one that goes with this object."""
+        self.folder = Path(tempfile.mkdtemp(prefix="openelm-bench-"))
+        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        return self.folder
 
     def prompt(self, tokens: int, seed: int = 0) -> list[int]:
         """Random ids that no special token is among."""
@@ -64,6 +77,7 @@ class Case:
         higher_is_better: False for times and counts.
         exact: a count, not a time: once is enough.
         reference: the contender that ratios are taken against.
+        work: what one of the unit's tokens costs, where the numbers are tokens/s.
     """
 
     title: str
@@ -72,7 +86,13 @@ class Case:
     higher_is_better: bool = True
     exact: bool = False
     reference: str = STOCK
+    work: Callable[[Bench], Work] | None = None
 
     def label(self, bench: Bench) -> str:
         """The title with this run's numbers."""
         return self.title.format(prompt=bench.prompt_tokens, new=bench.new_tokens)
+
+
+def beside(bench: Bench, ours: dict[str, Contender], stock: Contender) -> dict[str, Contender]:
+    """Our contenders, and mlx_lm's where it is measured too."""
+    return {**ours, STOCK: stock} if bench.against else ours

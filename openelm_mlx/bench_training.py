@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 
 from openelm_mlx.batches import Batch
 from openelm_mlx.bench_shared import STOCK, Bench, Case, Contender
+from openelm_mlx.bench_work import training_work
 from openelm_mlx.distributed import world
 from openelm_mlx.lora import AdapterArgs, add_adapters
 from openelm_mlx.model import Model
@@ -69,6 +70,9 @@ def _case(what: str, unit: str, *, adapters: bool, memory: bool) -> Case:
         prepare=prepare,
         higher_is_better=not memory,
         exact=memory,
+        work=None
+        if memory
+        else lambda bench: training_work(bench.model, length=length, adapters=adapters),
     )
 
 

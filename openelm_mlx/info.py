@@ -52,7 +52,7 @@ def describe(model: str) -> dict[str, Any]:
         FileNotFoundError: if there is no such model.
         ValueError: if its config or a weight file is damaged.
     """
-    folder, args = _find(model)
+    folder, args = find_args(model)
     quantization = quantization_of(args)
     files = [] if folder is None else _weight_files(folder)
     dtypes = _dtypes(files)
@@ -137,7 +137,12 @@ def render(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _find(model: str) -> tuple[Path | None, ModelArgs]:
+def find_args(model: str) -> tuple[Path | None, ModelArgs]:
+    """The architecture of a folder, a Hub repository or a published size, and its folder if any.
+
+    Raises:
+        FileNotFoundError: if there is no such model.
+    """
     if not Path(model).expanduser().exists():
         try:
             return None, ModelArgs.preset(model)

@@ -1,13 +1,12 @@
-"""Charts: the loss of a run, and others as stages need them.
+"""Charts: how all of them look, the loss of a run, and curves of several runs side by side.
 
-Readable on white and on dark paper and without colour: opaque background, line styles and markers.
-Needs matplotlib (the plot extra); nothing here knows models.
+Readable on white and on dark pages and without colour: the paper is opaque white, and series differ
+in line style, marker or hatch. Needs matplotlib (the plot extra); nothing here knows models.
 """
 
-import argparse
 import logging
-import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,21 @@ logger = logging.getLogger(__name__)
 # Okabe and Ito's colours, told apart by all common kinds of colour vision
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", "--", "-.", ":")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+HATCHES = ("", "//", "..", "xx", "\\\\", "++", "--")
 _EXTRA = 'charts need matplotlib: pip install "openelm-mlx[plot]"'
+
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG file; at the end of a notebook's cell it is shown."""
+
+    path: Path
+
+    def _repr_png_(self) -> bytes:
+        return self.path.read_bytes()
 
 
 def have_matplotlib() -> bool:
@@ -47,23 +60,51 @@ def new_figure(width: float = 7.0, height: float = 4.0) -> "Figure":
     return figure
 
 
-def save_figure(figure: "Figure", path: Path) -> None:
+def save_figure(figure: "Figure", path: str | Path, *, overwrite: bool = True) -> Picture:
     """Write a PNG, whole or not at all."""
-    with atomic_file(path) as temporary:
+    with atomic_file(path, overwrite=overwrite) as temporary:
         figure.savefig(temporary, format="png")
+    return Picture(Path(path))
 
 
-def plot_losses(lines: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> None:
-    """Draw training and validation loss and the learning rate over the steps.
+def line_look(number: int) -> dict[str, Any]:
+    """Colour, line style and marker of a chart's series number ``number``: no two are alike."""
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "linestyle": STYLES[number % len(STYLES)],
+        "marker": MARKERS[number % len(MARKERS)],
+        "markersize": 4,
+    }
+
+
+def bar_look(number: int) -> dict[str, Any]:
+    """Colour and hatch of the bars of series number ``number``."""
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "hatch": HATCHES[number % len(HATCHES)],
+        "edgecolor": "white",
+    }
+
+
+def plot_losses(
+    lines: Sequence[Mapping[str, Any]], path: str | Path, *, title: str, overwrite: bool = True
+) -> Picture:
+    """Draw training and validation loss and the learning rate over the updates.
 
     Args:
         lines: of a run's ``metrics.jsonl``.
         path: of the PNG.
         title: above the chart.
+        overwrite: replace a file that is there.
 
     Raises:
         ValueError: if there is no step, or matplotlib is missing.
     """
+    return save_figure(loss_figure(lines, title=title), path, overwrite=overwrite)
+
+
+def loss_figure(lines: Sequence[Mapping[str, Any]], *, title: str) -> "Figure":
+    """The figure of :func:`plot_losses`."""
     train = [(m["step"], m["loss"]) for m in lines if "loss" in m]
     valid = [(m["step"], m["val_loss"]) for m in lines if "val_loss" in m]
     rates = [(m["step"], m["learning_rate"]) for m in lines if "learning_rate" in m]
@@ -85,7 +126,7 @@ def plot_losses(lines: Sequence[Mapping[str, Any]], path: Path, *, title: str) -
     bottom.set_ylabel("learning rate")
     bottom.set_xlabel("update")
     bottom.grid(alpha=0.3)
-    save_figure(figure, path)
+    return figure
 
 
 def loss_label(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -106,30 +147,60 @@ def try_plot_losses(lines: Sequence[Mapping[str, Any]], path: Path, *, title: st
     return True
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``openelm plot``."""
-    parser.add_argument("run", metavar="RUN", help="folder of a training run")
-    parser.add_argument("--output", metavar="FILE.png", help="default: RUN/loss.png")
+def plot_curves(
+    groups: Mapping[str, Sequence[Points]],
+    path: str | Path,
+    *,
+    title: str,
+    x_label: str = "update",
+    y_label: str = "validation loss (nats a token)",
+) -> Picture:
+    """Draw runs of several kinds: each run thin, the mean of each kind thick.
+
+    Args:
+        groups: kind -> its runs, one a seed, all with the same x values.
+        path: of the PNG.
+        title: above the chart.
+        x_label: with its unit.
+        y_label: with its unit.
+
+    Raises:
+        ValueError: if runs of a kind differ in their x values, or matplotlib is missing.
+    """
+    figure = curves_figure(groups, title=title, x_label=x_label, y_label=y_label)
+    return save_figure(figure, path)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Draw the loss of a run; prints the name of the picture."""
-    from openelm_mlx.metrics import METRICS_FILE, read_metrics
+def curves_figure(
+    groups: Mapping[str, Sequence[Points]], *, title: str, x_label: str, y_label: str
+) -> "Figure":
+    """The figure of :func:`plot_curves`."""
+    figure = new_figure()
+    axes = figure.subplots()
+    for number, (name, runs) in enumerate(groups.items()):
+        look = line_look(number)
+        for run in runs:
+            axes.plot(*_columns(run), color=look["color"], linestyle=look["linestyle"], lw=0.7)
+        label = f"{name}, mean of {len(runs)}" if len(runs) > 1 else name
+        axes.plot(*_columns(_mean(name, runs)), **look, lw=2, label=label)
+    axes.set(title=title, xlabel=x_label, ylabel=y_label)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    return figure
 
-    folder = Path(args.run)
-    if not (folder / METRICS_FILE).is_file():
-        raise FileNotFoundError(f"{folder} holds no {METRICS_FILE}; give the --output of a run")
-    path = Path(args.output) if args.output else folder / "loss.png"
-    plot_losses(read_metrics(folder), path, title=folder.resolve().name)
-    sys.stdout.write(f"{path}\n")
-    return 0
+
+def _mean(name: str, runs: Sequence[Points]) -> Points:
+    at = [[x for x, _ in run] for run in runs]
+    if not at or any(xs != at[0] for xs in at):
+        raise ValueError(f"{name}: its runs were not measured at the same points; give equal ones")
+    return [(x, sum(run[i][1] for run in runs) / len(runs)) for i, x in enumerate(at[0])]
 
 
-def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+def _columns(points: Points) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _smooth(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+def _smooth(points: Points) -> Points:
     """Exponential mean over some 2 % of the points, corrected for its start."""
     weight = 1 - 1 / max(len(points) / 50, 2)
     value = norm = 0.0

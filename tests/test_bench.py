@@ -1,15 +1,17 @@
 """``openelm bench``: what it counts is right, and what it prints and writes agrees."""
 
+import gc
 import json
 import os
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
-from openelm_mlx import cli
-from openelm_mlx.bench import measure
+from openelm_mlx import bench, cli
 from openelm_mlx.bench_cases import CASES
+from openelm_mlx.bench_run import measure
 from openelm_mlx.bench_shared import OURS, STOCK, Bench, Case
 from openelm_mlx.cache import make_cache
 from openelm_mlx.decoding import EagerStep
@@ -66,7 +68,9 @@ def test_ratios_say_how_many_times_as_good_ours_is() -> None:
     assert ours["case"] == "x 9"
 
 
-@pytest.mark.parametrize("name", ["host", "prefill-512", "decode", "lookup-new", "lookup-copies"])
+@pytest.mark.parametrize(
+    "name", ["host", "prefill-512", "decode", "memory", "load", "lookup-new", "lookup-copies"]
+)
 def test_every_case_of_generation_gives_positive_numbers(name: str) -> None:
     for row in measure(CASES[name], make_bench()):
         assert row["median"] > 0
@@ -89,7 +93,49 @@ def test_the_file_holds_what_the_table_shows(
     assert cli.main(arguments) == 0
     report = json.loads(out.read_text())
     (row,) = report["rows"]
-    assert f"{row['median']:.4g}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{row['median']:.4g}" in printed
+    assert row["values"] == [row["median"]]
     assert report["machine"]["versions"]["mlx"]
+    assert (report["dtype"], report["model"]) == ("float32", str(complete_dir))
+    assert report["command"] == f"openelm bench --model {complete_dir} --cases kernels"
+    if mx.default_device().type != mx.gpu:
+        assert "not measured on a CPU" in printed
+    assert cli.main(arguments) == 1
+    assert "--overwrite" in capsys.readouterr().err
+
+
+def test_the_flags_name_every_case() -> None:
+    assert list(bench.CASES) == list(CASES)
+
+
+def test_cases_of_the_start_share_one_saved_model_that_goes_with_the_bench() -> None:
+    setting = make_bench()
+    assert CASES["load"].prepare(setting)[OURS]() > 0
+    folder = setting.folder
+    assert folder is not None
+    CASES["cold"].prepare(setting)
+    assert setting.folder == folder
+    assert (folder / "model" / "config.json").is_file()
+    del setting
+    gc.collect()
+    assert not folder.exists()
+
+
+def test_peak_memory_holds_at_least_the_weights() -> None:
+    (row,) = measure(CASES["memory"], make_bench())[:1]
+    weights = sum(array.nbytes for _, array in tree_flatten(make_bench().model.parameters()))
+    assert row["median"] >= weights / 1e9
+
+
+def test_a_chart_of_the_numbers_is_drawn_beside_the_file(
+    complete_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    chart = tmp_path / "bench.png"
+    arguments = ["bench", "--model", str(complete_dir), "--cases", "kernels", "--plot", str(chart)]
+    assert cli.main(arguments) == 0
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.splitlines()[-1] == str(chart)
     assert cli.main(arguments) == 1
     assert "--overwrite" in capsys.readouterr().err
