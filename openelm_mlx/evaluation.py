@@ -4,7 +4,6 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,10 @@ from tqdm import tqdm
 
 from openelm_mlx.atomic import refuse_existing_file
 from openelm_mlx.evaluation_args import PerplexityArgs, TaskArgs
-from openelm_mlx.evaluation_record import Partial, hash_files, today, versions, write_result
+from openelm_mlx.evaluation_record import Partial, record_of, today, write_result
 from openelm_mlx.perplexity import TextScore, pieces_of, score_pieces
 from openelm_mlx.scored_models import ScoredModel, open_model
-from openelm_mlx.text_files import documents, find_files
+from openelm_mlx.text_files import documents
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +48,19 @@ def evaluate(args: argparse.Namespace, text: PerplexityArgs | None, tasks: TaskA
         tokenizer=args.tokenizer,
         float32=args.float32,
     )
-    work = work_of([model], text, tasks)
-    partial = Partial(args.output, work)
-    result = measure(model, text, tasks, partial, show=sys.stdout.write)
+    record = record_of(
+        text,
+        tasks,
+        model=model.name,
+        adapter_path=args.adapter_path,
+        tokenizer=model.tokenizer.source,
+        float32=args.float32,
+    )
+    partial = Partial(args.output, record)
+    result = {**measure(model, text, tasks, partial, show=sys.stdout.write), **record}
+    result["hashes"] = {"weights": model.hash, **record["hashes"]}
     if args.output:
-        write_result(args.output, {**result, **work, "date": today()}, overwrite=args.overwrite)
+        write_result(args.output, {**result, "date": today()}, overwrite=args.overwrite)
         partial.remove()
     return 0
 
@@ -107,25 +114,6 @@ def measure(
     return result
 
 
-def work_of(
-    models: list[ScoredModel], text: PerplexityArgs | None, tasks: TaskArgs | None
-) -> dict[str, Any]:
-    """All that a result depends on: settings, versions and hashes, ready for JSON."""
-    settings: dict[str, Any] = {}
-    hashes: dict[str, Any] = {"weights": {model.name: model.hash for model in models}}
-    if text is not None:
-        settings |= asdict(text)
-        hashes["data"] = hash_files(find_files(text.data))
-    if tasks is not None:
-        settings |= asdict(tasks)
-    settings |= {"float32": models[0].float32, "tokenizer": models[0].tokenizer.source}
-    return {
-        "settings": settings,
-        "versions": versions("mlx-lm", *(["lm-eval"] if tasks is not None else [])),
-        "hashes": hashes,
-    }
-
-
 def score_text(
     model: ScoredModel, args: PerplexityArgs, partial: Partial, *, name: str = "text"
 ) -> dict[str, Any]:
@@ -144,7 +132,7 @@ def score_text(
         stride=stride,
         vocab_size=model.scorer.vocab_size,
     )
-    score = TextScore(**(partial.load(name) or {}))
+    score = TextScore(**(partial.load(name, key=model.hash) or {}))
     with tqdm(
         total=_total_bytes(args),
         initial=score.bytes,
@@ -156,14 +144,14 @@ def score_text(
 
         def after_batch(size: int) -> None:
             bar.update(size)
-            partial.save(score.state_dict(), name)
+            partial.save(score.state_dict(), name, key=model.hash)
 
         try:
             score_pieces(
                 model.scorer, pieces, score, batch_size=args.batch_size, after_batch=after_batch
             )
         except KeyboardInterrupt:
-            partial.save(score.state_dict(), name, now=True)
+            partial.save(score.state_dict(), name, key=model.hash, now=True)
             raise
     return {**score.result(), "window": length, "stride": stride}
 

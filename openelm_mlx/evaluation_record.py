@@ -7,17 +7,43 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from openelm_mlx.atomic import atomic_file
-from openelm_mlx.weight_files import find_weight_files, write_json
+from openelm_mlx.evaluation_args import PerplexityArgs, TaskArgs
+from openelm_mlx.text_files import find_files
+from openelm_mlx.weight_files import write_json
 
 logger = logging.getLogger(__name__)
 
 _SAVE_EVERY = 5.0  # seconds between two writes of partial sums
+
+
+def record_of(
+    text: PerplexityArgs | None, tasks: TaskArgs | None, **settings: Any
+) -> dict[str, Any]:
+    """What a result depends on beside the weights, ready for JSON.
+
+    Args:
+        text: what text is scored; its files are hashed.
+        tasks: which tasks are scored.
+        settings: more of them.
+
+    Raises:
+        FileNotFoundError: if a file of text is missing.
+    """
+    hashes: dict[str, Any] = {}
+    if text is not None:
+        settings = asdict(text) | settings
+        hashes["data"] = {str(file): sha256_of([file]) for file in find_files(text.data)}
+    if tasks is not None:
+        settings = asdict(tasks) | settings
+    more = ["lm-eval"] if tasks is not None else []
+    return {"settings": settings, "versions": versions("mlx-lm", *more), "hashes": hashes}
 
 
 def versions(*more: str) -> dict[str, str]:
@@ -45,19 +71,15 @@ def sha256_of(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def hash_files(files: Sequence[Path]) -> dict[str, str]:
-    """Path -> SHA-256."""
-    return {str(file): sha256_of([file]) for file in files}
-
-
-def weights_hash(folder: Path) -> str:
-    """SHA-256 over a model folder's weight files."""
-    return sha256_of(find_weight_files(folder))
-
-
 def folder_bytes(folder: Path) -> int:
     """Size of all files below a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def write_text(path: Path, text: str, *, overwrite: bool) -> None:
+    """Write a text file, whole or not at all."""
+    with atomic_file(path, overwrite=overwrite) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def today() -> str:
@@ -89,22 +111,26 @@ class Partial:
         self._key = hashlib.sha256(text.encode()).hexdigest()
         self._saved = time.monotonic()
 
-    def load(self, name: str = "text") -> dict[str, Any] | None:
-        """What was saved under a name; None where there is nothing of this work."""
-        kept = self._read()
-        found: dict[str, Any] | None = kept["parts"].get(name)
-        if found is not None:
-            logger.info("%s: continuing an evaluation that was interrupted", self._path)
-        return found
+    def load(self, name: str, *, key: str) -> dict[str, Any] | None:
+        """What was saved under a name; None where there is nothing of this work.
 
-    def save(self, state: Mapping[str, Any], name: str = "text", *, now: bool = False) -> None:
+        Args:
+            name: of the part.
+            key: hash of the weights it belongs to.
+        """
+        part = self._read()["parts"].get(name)
+        if part is None or part["key"] != key:
+            return None
+        logger.info("%s: continuing an evaluation that was interrupted (%s)", self._path, name)
+        return dict(part["state"])
+
+    def save(self, state: Mapping[str, Any], name: str, *, key: str, now: bool = False) -> None:
         """Keep a state under a name; without ``now``, at most every 5 seconds."""
         if self._path is None or (not now and time.monotonic() - self._saved < _SAVE_EVERY):
             return
         kept = self._read()
-        kept["parts"][name] = dict(state)
-        with atomic_file(self._path) as temporary:
-            temporary.write_text(json.dumps(kept), encoding="utf-8")
+        kept["parts"][name] = {"key": key, "state": dict(state)}
+        write_text(self._path, json.dumps(kept), overwrite=True)
         self._saved = time.monotonic()
 
     def remove(self) -> None:

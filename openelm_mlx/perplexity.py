@@ -185,8 +185,8 @@ def _score_chunk(
             score.pending[str(start)] = sums
             after_batch(sum(chunk[i].bytes for i in rows))
     found: dict[int, list[float]] = {}
-    for start, sums in score.pending.items():
-        rows = order[int(start) : int(start) + batch_size]
+    for begin, sums in score.pending.items():
+        rows = order[int(begin) : int(begin) + batch_size]
         found.update(zip(rows, sums, strict=True))
     for i, piece in enumerate(chunk):
         nll, tokens, right = found[i]

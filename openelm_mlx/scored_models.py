@@ -5,16 +5,15 @@ Core AI bundle.
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import mlx.core as mx
 
 from openelm_mlx.adapter_files import CONFIG as ADAPTER_CONFIG
 from openelm_mlx.adapter_files import WEIGHTS_FILES, weights_file
-from openelm_mlx.checkpoint import load
+from openelm_mlx.checkpoint import load, load_args
 from openelm_mlx.evaluation_record import folder_bytes, sha256_of
 from openelm_mlx.hub import local_or_download
 from openelm_mlx.model import Model
@@ -130,6 +129,26 @@ def kind_of(name: str) -> Kind:
     return "adapters" if adapters and not (path / "config.json").is_file() else "model"
 
 
+def context_of(name: str, *, default_base: str | None = None) -> int:
+    """Tokens that a model's context holds, its weights unread.
+
+    Args:
+        name: as for :func:`open_model`.
+        default_base: of an adapter folder that names none.
+    """
+    kind, path = kind_of(name), Path(name).expanduser()
+    if kind == "coreml":
+        from openelm_mlx.package_scoring import package_context
+
+        return package_context(path)
+    if kind == "coreai":
+        from openelm_mlx.bundle_scoring import bundle_context
+
+        return bundle_context(path)
+    base = _base_of(path, default_base) if kind == "adapters" else name
+    return load_args(local_or_download(base)).max_context_length
+
+
 def _files(base: str, adapter_path: str | None) -> list[Path]:
     files = find_weight_files(local_or_download(base))
     return files if adapter_path is None else [*files, weights_file(Path(adapter_path))]
@@ -163,11 +182,13 @@ def _open_exported(
     path = Path(name).expanduser()
     if not path.is_dir():
         raise FileNotFoundError(f"{name} does not exist; give a package that was exported")
-    scorer = _open_scorer(kind)(path, float32)
-    found = default_tokenizer if tokenizer is None else load_tokenizer(tokenizer)
-    own = next((p for p in (path / "tokenizer", path.parent / "tokenizer", path, path.parent)
-                if has_tokenizer(p)), None)  # fmt: skip
-    if tokenizer is None and own is not None:
+    scorer = _exported_scorer(path, kind, float32=float32)
+    places = (path / "tokenizer", path, path.parent / "tokenizer", path.parent)
+    own = next(filter(has_tokenizer, places), None)
+    found = default_tokenizer
+    if tokenizer is not None:
+        found = load_tokenizer(tokenizer)
+    elif own is not None:
         found = Tokenizer.from_path(own)
     if found is None:
         raise ValueError(f"{name} brings no tokenizer; give --tokenizer, or a model before it")
@@ -184,11 +205,11 @@ def _open_exported(
     )
 
 
-def _open_scorer(kind: Kind) -> Callable[[Path, bool], Any]:
+def _exported_scorer(path: Path, kind: Kind, *, float32: bool) -> TokenScorer:
     if kind == "coreml":
-        from openelm_mlx.package_scoring import PackageScorer
+        from openelm_mlx.package_scoring import package_scorer
 
-        return lambda path, float32: PackageScorer.open(path, float32=float32)
-    from openelm_mlx.coreai_scoring import BundleScorer
+        return package_scorer(path, float32=float32)
+    from openelm_mlx.bundle_scoring import bundle_scorer
 
-    return lambda path, _: BundleScorer.open(path)
+    return bundle_scorer(path)
