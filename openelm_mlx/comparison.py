@@ -7,6 +7,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -94,11 +95,12 @@ def _rows(
             default_tokenizer=tokenizer,
         )
         tokenizer = tokenizer or model.tokenizer
-        row = partial.load(f"{i} row", key=model.hash)
-        if row is None:
-            row = _row(model, text, tasks, partial, str(i))
-            row |= {"samples": _continue(model, prompts, args.sample_tokens)}
-            partial.save(row, f"{i} row", key=model.hash, now=True)
+        with closing(model.scorer):
+            row = partial.load(f"{i} row", key=model.hash)
+            if row is None:
+                row = _row(model, text, tasks, partial, str(i))
+                row |= {"samples": _continue(model, prompts, args.sample_tokens)}
+                partial.save(row, f"{i} row", key=model.hash, now=True)
         rows.append(row)
         del model
         mx.clear_cache()

@@ -4,6 +4,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ def evaluate(args: argparse.Namespace, text: PerplexityArgs | None, tasks: TaskA
         float32=args.float32,
     )
     partial = Partial(args.output, record)
-    result = {**measure(model, text, tasks, partial, show=sys.stdout.write), **record}
+    with closing(model.scorer):
+        result = {**measure(model, text, tasks, partial, show=sys.stdout.write), **record}
     result["hashes"] = {"weights": model.hash, **record["hashes"]}
     if args.output:
         write_result(args.output, {**result, "date": today()}, overwrite=args.overwrite)

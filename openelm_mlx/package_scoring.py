@@ -1,6 +1,7 @@
-"""Scores from a Core ML package, anywhere: run by the project's evaluator, called as an app does.
+"""Scores from a Core ML package: by Core ML on macOS, elsewhere by the project's evaluator.
 
-Slow (NumPy, one token at a time where the package gives the last logits only): for small limits.
+The latter is slow (NumPy, and one token at a time where the package gives the last logits only):
+for small limits.
 """
 
 from pathlib import Path
@@ -9,28 +10,33 @@ from openelm_mlx.stepwise_scoring import StepwiseScorer
 
 
 def package_scorer(path: Path, *, float32: bool) -> StepwiseScorer:
-    """A scorer of an ``.mlpackage``.
+    """A scorer of an ``.mlpackage``, called as an app calls it.
 
     Args:
         path: of the package.
-        float32: compute in float32; else in the types that the package names, as a device would.
+        float32: have the evaluator compute in float32; else in the types that the package names.
 
     Raises:
         FileNotFoundError: if there is no package.
         ValueError: if it is damaged, or its metadata do not say how it is called.
     """
-    from convert.coreml_client import CLIENTS, Contract
-    from convert.mil_eval import Package
+    from convert.coreml_describe import describe
+    from convert.coreml_predictor import client_of, open_package
 
-    package = Package(path, precision="float32" if float32 else "native")
-    contract = Contract.from_metadata(package.metadata)
-    client = CLIENTS[contract.interface](package, contract)
+    package = open_package(path, precision="float32" if float32 else "native")
+    client = client_of(package, describe(path))
+    contract = client.contract
     return StepwiseScorer(client, context=contract.context, every_row=contract.all_logits)
 
 
 def package_context(path: Path) -> int:
-    """Tokens that a package's cache holds."""
-    from convert.coreml_client import Contract
-    from convert.mil_eval import Package
+    """Tokens that a package's cache holds.
 
-    return Contract.from_metadata(Package(path).metadata).context
+    Raises:
+        FileNotFoundError: if there is no package.
+        ValueError: if its metadata do not say it.
+    """
+    from convert.coreml_client import Contract
+    from convert.coreml_describe import describe
+
+    return Contract.from_metadata(describe(path).metadata).context

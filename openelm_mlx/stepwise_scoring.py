@@ -3,7 +3,7 @@
 n tokens, V vocabulary. Knows the feeding, not what runs behind it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -33,10 +33,19 @@ class StepwiseScorer:
         feeder: of the model; asked for one token, to learn the size of the vocabulary.
         context: tokens that it holds.
         every_row: whether ``feed_all`` can be used; else scored tokens are fed one by one.
+        close: frees what the feeder holds.
     """
 
-    def __init__(self, feeder: Feeder, *, context: int, every_row: bool) -> None:
+    def __init__(
+        self,
+        feeder: Feeder,
+        *,
+        context: int,
+        every_row: bool,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
         self._feeder, self._context, self._every_row = feeder, context, every_row
+        self.close = close
         self._vocab_size = feeder.feed([0]).shape[-1]
 
     @property

@@ -60,6 +60,9 @@ class TokenScorer(Protocol):
     def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
         """Continue a prompt by the likeliest token, ``max_tokens`` times."""
 
+    def close(self) -> None:
+        """Free what is held beside memory."""
+
 
 class ModelScorer:
     """A :class:`TokenScorer` of an MLX model: padded batches, float32 log-probabilities.
@@ -107,6 +110,9 @@ class ModelScorer:
     def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
         """Plain decoding with the cache."""
         return list(decode(self.model, prompt, max_tokens=max_tokens))
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def _scores(
         self, hidden: mx.array, rows: list[int], targets: list[int]

@@ -88,12 +88,16 @@ FAMILIES = (
     "convert.coreai*",
 )
 # The library reaches into `convert` only here (stages of layer 6 and 7 aside), inside functions.
-INTO_CONVERT = "checkpoint fitting package_scoring weight_files"
+INTO_CONVERT = "checkpoint fitting weight_files"
 CONVERT_FOR_LIBRARY = (
     "convert.names convert.pt_file convert.mil_package convert.mil_ops convert.mil_eval"
 )
 # A stage that makes a model folder of another, as the converters do: measures, hashes, licence.
-ALSO_FROM_CONVERT = {"fuse": "convert.licence convert.quantize_check convert.source"}
+ALSO_FROM_CONVERT = {
+    "fuse": "convert.licence convert.quantize_check convert.source",
+    "bundle_scoring": "convert.coreai_runner",
+    "package_scoring": "convert.coreml_client convert.coreml_describe convert.coreml_predictor",
+}
 
 # Third parties: what a layer adds to those above it in LAYERS, anywhere or inside functions only.
 ANYWHERE = {"0": "mlx yaml sentencepiece", "1": "numpy", "4": "tqdm"}

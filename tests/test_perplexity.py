@@ -223,6 +223,9 @@ class _Counted:
     def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
         return self._scorer.greedy(prompt, max_tokens)
 
+    def close(self) -> None:
+        self._scorer.close()
+
 
 def test_text_without_a_token_is_refused() -> None:
     with pytest.raises(ValueError, match="no token to score"):
