@@ -68,13 +68,11 @@ class Constants:
 
     Args:
         package: where the stored ones are.
-        native: whether expanding rounds to the declared type, as arithmetic in it would.
         keep: whether stored and expanded constants stay in memory once decoded.
     """
 
-    def __init__(self, package: SavedProgram, *, native: bool, keep: bool) -> None:
+    def __init__(self, package: SavedProgram, *, keep: bool) -> None:
         self._package = package
-        self._native = native
         self._keep = keep
         self._kept: dict[Source, Array | str] = {}
 
@@ -104,7 +102,7 @@ class Constants:
 
     def _expand(self, source: Expanded) -> Array:
         inputs = {name: self._decode(part) for name, part in source.inputs}
-        rounds = self._native and source.type.dtype == "FLOAT16"
+        rounds = source.type.dtype == "FLOAT16"  # whatever the precision: it is what is stored
         result = COMPRESSED[source.op](to_float16 if rounds else np.asarray, **inputs)
         is_float = result.dtype.kind == "f"
         if not source.type.fits(result.shape) or is_float != (source.type.dtype in FLOATS):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from convert.mil_constants import Constants, Source, to_float16
-from convert.mil_features import check_inputs, check_state, state_types
+from convert.mil_features import check_description, check_inputs, check_state
 from convert.mil_findings import Finding, Findings
 from convert.mil_ops import MOVES, OPS, REUSES, VARIADIC
 from convert.mil_package import SavedProgram
@@ -50,11 +50,11 @@ class Package:
         self._saved = SavedProgram(Path(path))
         check_known(self._saved)
         self._plans = {name: make_plan(self._saved, name) for name in self._saved.functions}
-        self._constants = Constants(self._saved, native=self._native, keep=cache_weights)
+        self._constants = Constants(self._saved, keep=cache_weights)
         self._findings = Findings()
         self._seen: set[Source] = set()
-        for name in self._plans:
-            self._check_states(name)
+        for plan in self._plans.values():
+            self._check_description(plan)
 
     @property
     def functions(self) -> tuple[str, ...]:
@@ -140,20 +140,20 @@ class Package:
             return np.dtype(np.float32)
         return np.dtype(NUMPY[declared.dtype])
 
-    def _check_states(self, function: str) -> None:
-        described = state_types(self._saved.description(function))
-        if described != self._plans[function].states:
-            raise ValueError(
-                f"{self._saved.path}: function {function} has other states than its description "
-                f"({sorted(described)})"
-            )
+    def _check_description(self, plan: Plan) -> None:
+        outputs = {name: plan.types[name] for name in plan.outputs}
+        described = self._saved.description(plan.function)
+        try:
+            check_description(described, plan.inputs, plan.states, outputs)
+        except ValueError as error:
+            raise ValueError(f"{self._saved.path}: {plan.function}: {error}") from error
 
     def _run(self, plan: Plan, step: Step, values: dict[str, Array]) -> None:
         try:
             results = self._results(plan, step, values)
             for (name, declared), result in zip(step.outputs, results, strict=True):
                 values[name] = self._settle(step.op, declared, np.asarray(result))
-        except (ValueError, IndexError, TypeError) as error:
+        except (ValueError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(f"{plan.function}: {step.op} {step.name}: {error}") from error
         if step.op not in MOVES:
             for name, declared in step.outputs:
