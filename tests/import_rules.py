@@ -42,9 +42,11 @@ LAYERS = {
     "4": """decoding draft_model non_finite perplexity preference progress proposals replay
         run_folder speculative stepwise_scoring token_scoring trainer training_step validation
         convert.adapter_merge convert.average convert.coreai convert.coreai_api
-        convert.coreai_verify convert.coreml convert.coreml_caches convert.coreml_graph
+        convert.coreai_verify convert.coreml convert.coreml_bundle convert.coreml_caches
+        convert.coreml_card convert.coreml_client convert.coreml_describe convert.coreml_graph
         convert.coreml_guard convert.coreml_layers convert.coreml_package
-        convert.coreml_parameters convert.coreml_settings convert.coreml_verify
+        convert.coreml_parameters convert.coreml_predictor convert.coreml_settings
+        convert.coreml_verify
         convert.coreml_weights convert.corenet convert.corenet_checkpoint
         convert.corenet_config convert.corenet_lora convert.corenet_reader
         convert.corenet_rows convert.corenet_writer convert.huggingface
@@ -56,7 +58,7 @@ LAYERS = {
         generation_settings info package_scoring pretrain pretrain_run pretrain_settings
         scored_models serve server server_generation suites tokenizer_training tuning_run""",
     "6": """bench bench_cases bench_report bench_run bench_shared bench_start bench_training
-        bench_work check_release demo plot_command""",
+        bench_work check_release demo plot_command convert.coreml_run""",
     "7": "cli convert.cli",
 }
 # One thing split for reading: its parts may import each other though in one layer (patterns).
