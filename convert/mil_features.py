@@ -1,6 +1,6 @@
 """Inputs, states and outputs of a package's functions, checked as its description declares them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -11,9 +11,47 @@ from convert.mil_types import FLOATS, NUMPY, Array, TensorType
 _NAMES = {65552: "FLOAT16", 65568: "FLOAT32", 65600: "FLOAT64", 131104: "INT32", 131080: "INT8"}
 
 
-def state_types(description: Message) -> dict[str, TensorType]:
-    """Name -> type of each state that the description lists."""
-    return {item.name: _array_type(item.type.stateType.arrayType) for item in description.state}
+def check_description(
+    description: Message,
+    inputs: Mapping[str, TensorType],
+    states: Mapping[str, TensorType],
+    outputs: Mapping[str, TensorType],
+) -> None:
+    """Whether a function's description tells of it what its program says.
+
+    Raises:
+        ValueError: one line with every name, element type or shape that differs.
+    """
+    faults = [
+        *_differences("input", description.input, inputs),
+        *_differences("state", description.state, states),
+        *_differences("output", description.output, outputs),
+    ]
+    if faults:
+        raise ValueError(f"the description is not that of the program: {'; '.join(faults)}")
+
+
+def _differences(
+    kind: str, features: Iterable[Message], declared: Mapping[str, TensorType]
+) -> Iterator[str]:
+    described = {item.name: _feature_type(item) for item in features}
+    for name in sorted(described.keys() | declared.keys()):
+        told, own = described.get(name), declared.get(name)
+        if told is None or own is None:
+            yield f"{kind} {name} is only in the {'program' if told is None else 'description'}"
+            continue
+        # a description may leave an output's shape out; its default is one of those allowed
+        if told.dtype != own.dtype or (told.shape and not own.fits(told.static_shape())):
+            yield f"{kind} {name} is described as {told}, in the program {own}"
+
+
+def _feature_type(feature: Message) -> TensorType:
+    kind = feature.type.WhichOneof("Type")
+    if kind == "stateType":
+        return _array_type(feature.type.stateType.arrayType)
+    if kind == "multiArrayType":
+        return _array_type(feature.type.multiArrayType)
+    raise ValueError(f"{feature.name} is a {kind}; only arrays are evaluated here")
 
 
 def _array_type(array: Message) -> TensorType:
@@ -46,8 +84,6 @@ def check_inputs(
 
 
 def _checked(feature: Message, given: Array, native: bool) -> Array:
-    if feature.type.WhichOneof("Type") != "multiArrayType":
-        raise ValueError(f"input {feature.name}: a {feature.type.WhichOneof('Type')}")
     array = feature.type.multiArrayType
     values = np.asarray(given)
     dtype = _array_type(array).dtype

@@ -34,12 +34,14 @@ def parameters(op: str) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters) - set(_OWN_PARAMETERS)
 
 
-def same_type_parameters(op: str) -> tuple[str, ...]:
+# Parameters of one operation that MIL wants to be of one element type; others take theirs freely.
+_ALIKE = {
+    "select": ("a", "b"),
+    "scaled_dot_product_attention": ("query", "key", "value"),
+    "layer_norm": ("x", "gamma", "beta"),
+}
+
+
+def alike(op: str) -> tuple[str, ...]:
     """Parameters that MIL wants to be of one element type."""
-    if op in ("linear", "matmul"):
-        return ("x", "y", "weight", "bias")
-    if op == "select":
-        return ("a", "b")
-    if op == "scaled_dot_product_attention":
-        return ("query", "key", "value")
-    return ("x", "y", "values", "update") if op in OPS else ()
+    return _ALIKE.get(op, ("x", "y", "weight", "bias", "data", "update", "updates", VARIADIC))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from convert.mil_constants import Expanded, Source, constant
-from convert.mil_ops import OPS, STRUCTURAL, parameters, same_type_parameters
+from convert.mil_ops import OPS, STRUCTURAL, alike, parameters
 from convert.mil_ops_compressed import COMPRESSED
 from convert.mil_package import Message, SavedProgram, argument_values, is_state, tensor_type
 from convert.mil_types import TensorType
@@ -175,7 +175,7 @@ def _state_step(plan: Plan, step: Step) -> Step:
 
 
 def _check_types(plan: Plan, step: Step) -> None:
-    names = [n for p in same_type_parameters(step.op) for n in step.inputs.get(p, ())]
+    names = [n for p in alike(step.op) for n in step.inputs.get(p, ())]
     found = sorted({plan.types[name].dtype for name in names})
     if len(found) > 1:
         raise ValueError(f"operands of different types: {', '.join(found).lower()}")
