@@ -24,7 +24,7 @@ LAYERS = {
         recipe_flags recipe_values run_flags sampling scaling sentencepiece_json text_files
         text_filters text_formats tokenizer tokenizer_backends tokenizer_codec
         tokenizer_files tokenizer_search watchdog
-        convert.dtypes convert.licence
+        convert.coreai_runner convert.dtypes convert.licence
         convert.mil_blob convert.mil_constants convert.mil_eval convert.mil_features
         convert.mil_findings convert.mil_ops convert.mil_ops_compressed
         convert.mil_ops_elementwise convert.mil_ops_index convert.mil_ops_matrix
@@ -42,7 +42,9 @@ LAYERS = {
     "4": """decoding draft_model non_finite perplexity preference progress proposals replay
         run_folder speculative stepwise_scoring token_scoring trainer training_step validation
         convert.adapter_merge convert.average convert.coreai convert.coreai_api
-        convert.coreai_verify convert.coreml convert.coreml_bundle convert.coreml_caches
+        convert.coreai_bundle convert.coreai_engine convert.coreai_graph convert.coreai_ops
+        convert.coreai_span convert.coreai_verify convert.coreai_weights
+        convert.coreml convert.coreml_bundle convert.coreml_caches
         convert.coreml_card convert.coreml_client convert.coreml_describe convert.coreml_graph
         convert.coreml_guard convert.coreml_layers convert.coreml_package
         convert.coreml_parameters convert.coreml_predictor convert.coreml_settings
@@ -53,8 +55,8 @@ LAYERS = {
         convert.huggingface_config convert.peft convert.peft_adapters convert.peft_config
         convert.peft_tensors convert.quantize convert.quantize_check convert.quantize_plan
         convert.source""",
-    "5": """batch batch_file bundle_scoring chat checkpoint_scores comparison comparison_report
-        dpo dpo_run evaluate evaluation finetune fuse fuse_report generate
+    "5": """batch batch_file bundle_scoring chat checkpoint_finder checkpoint_scores comparison
+        comparison_report dpo dpo_run evaluate evaluation finetune fuse fuse_report generate
         generation_settings info package_scoring pretrain pretrain_run pretrain_settings
         scored_models serve server server_generation suites tokenizer_training tuning_run""",
     "6": """bench bench_cases bench_report bench_run bench_shared bench_start bench_training
@@ -73,8 +75,8 @@ FAMILIES = (
     "non_finite progress replay run_folder trainer training_step validation",
     "batch* chat generate generation_settings serve*",
     "bench* plot_command",
-    """bundle_scoring checkpoint_scores comparison* evaluat* package_scoring pretrain_settings
-        scored_models suites""",
+    """bundle_scoring checkpoint_finder checkpoint_scores comparison* evaluat* package_scoring
+        pretrain_settings scored_models suites""",
     "perplexity *_scoring decoding",
     "dpo dpo_run finetune tuning_run",  # the same models tuned on other data
     "metrics plots plots_*",
@@ -87,7 +89,7 @@ FAMILIES = (
     "fuse*",
     "convert.mil_*",
     "convert.coreml* convert.quantize_check convert.source",
-    "convert.coreai*",
+    "convert.coreai* convert.source",
 )
 # The library reaches into `convert` only here (stages of layer 6 and 7 aside), inside functions.
 INTO_CONVERT = "checkpoint fitting weight_files"
@@ -98,6 +100,7 @@ CONVERT_FOR_LIBRARY = (
 ALSO_FROM_CONVERT = {
     "fuse": "convert.licence convert.quantize_check convert.source",
     "bundle_scoring": "convert.coreai_runner",
+    "checkpoint_finder": "convert.corenet",
     "package_scoring": "convert.coreml_client convert.coreml_describe convert.coreml_predictor",
 }
 
@@ -118,6 +121,8 @@ ALSO = {
     "convert.mil_*": "numpy! coremltools google",  # google.protobuf comes with coremltools
     "convert.coreml*": "coremltools",
     "convert.coreai_api": "coreai",
+    "convert.coreai_engine": "coreai",
+    "convert.coreai_runner": "numpy!",
 }
 EMPTY_NAMES = {"utils", "util", "common", "base", "helpers", "misc"}
 ADVICE = "add it to the table in tests/import_rules.py and to the README's tree"
