@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_what(parser)
     _add_how(parser)
     add("--checkpoints", metavar="DIR", help="score every saved step of a run, and its averages")
+    add("--average-last", type=int, metavar="N", help="... and the mean of each N states in a row")
     add(
         "--compare",
         nargs="*",

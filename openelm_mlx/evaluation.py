@@ -74,6 +74,8 @@ def _check(args: argparse.Namespace, models: list[str]) -> None:
         raise ValueError("give --model M, --checkpoints DIR or --compare M M")
     if args.adapter_path and (len(models) != 1 or args.checkpoints):
         raise ValueError("--adapter-path goes with one --model; give --compare the adapter folders")
+    if args.average_last is not None and (not args.checkpoints or args.average_last < 2):
+        raise ValueError("--average-last takes 2 states or more, and goes with --checkpoints")
     if args.compare is not None and len(models) < 2:
         raise ValueError(f"--compare needs two models at least, got {len(models)}")
 
