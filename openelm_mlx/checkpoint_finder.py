@@ -104,14 +104,15 @@ def _run_checkpoints(folder: Path, base: str | None, average: int | None) -> lis
     if not states and not (folder / BEST).is_dir():
         if average is not None:
             raise ValueError(f"{folder} holds no states to average; leave --average-last out")
-        return _result(folder) if (folder / "config.json").is_file() else []
+        return [_folder(folder, "result")] if (folder / "config.json").is_file() else []
     load = _Reloaded(folder, recipe, base)
     found = [_state(state, "state", load) for state in states]
     if (folder / BEST).is_dir():
         found.append(_state(folder / BEST, "best", load))
     steps = {checkpoint.step for checkpoint in found}
     if (folder / "config.json").is_file():
-        found += [c for c in _result(folder) if c.step not in steps]
+        result = _folder(folder, "result")
+        found += [result] if result.step not in steps else []
     return found + _averages(found[: len(states)], average, load)
 
 
@@ -211,10 +212,6 @@ def _adapter_args(folder: Path, recipe: Mapping[str, Any]) -> AdapterArgs:
 def _recipe(folder: Path) -> Mapping[str, Any]:
     file = folder / RECIPE_FILE
     return load_recipe(file).values if file.is_file() else {}
-
-
-def _result(folder: Path) -> list[Checkpoint]:
-    return [_folder(folder, "result")]
 
 
 def _folders(folder: Path) -> list[Checkpoint]:
