@@ -12,7 +12,7 @@ ROUTES: dict[str, Route] = {
     "peft": ("convert.peft", "peft", "PEFT adapter folder -> adapter folder"),
     "to-peft": ("convert.peft", "to_peft", "adapter folder -> PEFT adapter folder"),
     "coreai": ("convert.coreai", "coreai", "model folder -> Core AI bundle (extra coreai)"),
-    "verify-coreai": ("convert.coreai_verify", "verify_coreai", "a Core AI bundle against MLX"),
+    "verify-coreai": ("convert.coreai", "verify_coreai", "a Core AI bundle against MLX"),
     "run-coreml": ("convert.coreml_run", "", "text with a Core ML package, on any machine"),
     "quantize": ("convert.quantize", "quantize", "model folder -> quantised model folder"),
 }

@@ -29,12 +29,14 @@ class Bundle:
 
     Attributes:
         folder: of the bundle.
+        name: as its metadata have it.
         asset: the ``.aimodel`` folder.
         vocab_size: columns of the logits.
         context: tokens that the model can hold.
     """
 
     folder: Path
+    name: str
     asset: Path
     vocab_size: int
     context: int
@@ -57,7 +59,7 @@ class Bundle:
         try:
             entries = json.loads(file.read_text(encoding="utf-8"))
             language, main = entries["language"], entries["assets"]["main"]
-            version = entries["metadata_version"]
+            name, version = str(entries["name"]), entries["metadata_version"]
             sizes = {k: int(language[k]) for k in ("vocab_size", "max_context_length")}
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file} does not describe a language model: {error!r}") from error
@@ -70,6 +72,7 @@ class Bundle:
                 )
         return cls(
             folder=folder,
+            name=name,
             asset=folder / main,
             vocab_size=sizes["vocab_size"],
             context=sizes["max_context_length"],

@@ -4,10 +4,8 @@ The same tokens go through it in one pass, one by one, and in chunks. The refere
 float32 on exactly the weights that the bundle stores. n tokens, V vocabulary.
 """
 
-import argparse
 import json
 import platform
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,8 +18,7 @@ import numpy as np
 from convert.coreai_api import PACKAGE, VERSION
 from convert.coreai_bundle import NEEDS, weights_of
 from convert.coreai_runner import Bundle, Runner
-from convert.coreai_weights import load_fused, settle, widen
-from convert.source import Source
+from convert.coreai_weights import settle, widen
 from openelm_mlx.atomic import atomic_file
 from openelm_mlx.model import Model
 
@@ -89,12 +86,14 @@ def verify(
         ValueError: if model and bundle do not fit together.
     """
     weights = weights_of(bundle)
-    if model.args.vocab_size != bundle.vocab_size:
-        raise ValueError(
-            f"{bundle.folder} has {bundle.vocab_size} logits and the model {model.args.vocab_size}:"
-            " it was made from another model"
-        )
-    settle(model, weights)
+    try:
+        if model.args.vocab_size != bundle.vocab_size:
+            raise ValueError(
+                f"the one has {bundle.vocab_size} tokens, the other {model.args.vocab_size}"
+            )
+        settle(model, weights)
+    except ValueError as error:
+        raise ValueError(f"{bundle.name} was not made from this model: {error}") from error
     widen(model)
     count = _count(tokens, bundle, weights, model.args.num_parameters)
     ids = np.random.default_rng(0).integers(0, bundle.vocab_size, count).tolist()
@@ -154,7 +153,7 @@ def _judge(
     wrong = int((~same & (lead > 2 * errors["full"])).sum())
     right = all(error <= limit for error in errors.values())  # false for NaN too
     return Verification(
-        bundle=bundle.folder.name,
+        bundle=bundle.name,
         weights=weights,
         tokens=len(expected),
         max_logit_error=errors,
@@ -219,24 +218,3 @@ def describe(verification: Verification) -> str:
         f"same first choice {v.same_first_choice:.1%}\n"
         f"executed by {v.executed_by}; not run on a device; apps need {v.needs}"
     )
-
-
-def add_verify_coreai_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``openelm convert verify-coreai``."""
-    parser.add_argument("bundle", metavar="BUNDLE_DIR", help="what `convert coreai` wrote")
-    parser.add_argument("--model", required=True, metavar="DIR", help="the model it was made from")
-    parser.add_argument("--adapter-path", metavar="A", help="adapters that were fused into it")
-    parser.add_argument("--tokens", type=int, metavar="N", help="to send through; default: 32")
-    parser.add_argument("--tolerance", type=float, metavar="X", help="largest error of a logit")
-    parser.add_argument("--report", metavar="FILE.json", help="write it, and FILE.md beside it")
-
-
-def run_verify_coreai(args: argparse.Namespace) -> int:
-    """Run ``openelm convert verify-coreai``: 0 where the bundle holds, else 1."""
-    bundle = Bundle.open(args.bundle)
-    model = load_fused(Source.find(args.model).folder, args.adapter_path)
-    verification = verify(bundle, model, tokens=args.tokens, tolerance=args.tolerance)
-    if args.report:
-        write_report(verification, Path(args.report))
-    sys.stdout.write(describe(verification) + "\n")
-    return 0 if verification.holds else 1

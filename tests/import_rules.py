@@ -42,8 +42,8 @@ LAYERS = {
     "4": """decoding draft_model non_finite perplexity preference progress proposals replay
         run_folder speculative stepwise_scoring token_scoring trainer training_step validation
         convert.adapter_merge convert.average convert.coreai convert.coreai_api
-        convert.coreai_bundle convert.coreai_engine convert.coreai_graph convert.coreai_ops
-        convert.coreai_span convert.coreai_verify convert.coreai_weights
+        convert.coreai_bundle convert.coreai_engine convert.coreai_export convert.coreai_graph
+        convert.coreai_ops convert.coreai_span convert.coreai_verify convert.coreai_weights
         convert.coreml convert.coreml_bundle convert.coreml_caches
         convert.coreml_card convert.coreml_client convert.coreml_describe convert.coreml_graph
         convert.coreml_guard convert.coreml_layers convert.coreml_package
