@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from convert.coreml_client import Client, ContextFull
 from openelm_mlx.generate import Response, stream_text
 from openelm_mlx.generation_settings import GenerateArgs, add_sampler_arguments, prompt_ids
 from openelm_mlx.sampling import apply_all
 
 if TYPE_CHECKING:  # kept out of `openelm convert run-coreml --help`, which has to be quick
+    from convert.coreml_client import Client
     from openelm_mlx.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ _UNITS = ("all", "cpu", "gpu", "ane")
 
 
 def stream(
-    client: Client,
+    client: "Client",
     tokenizer: "Tokenizer",
     prompt: str | Sequence[int],
     args: GenerateArgs | None = None,
@@ -46,6 +46,8 @@ def stream(
         ContextFull: if the prompt leaves no room in the package's context.
         ValueError: for an id that the package has no embedding of.
     """
+    from convert.coreml_client import ContextFull
+
     args = args or GenerateArgs()
     ids = prompt_ids(tokenizer, prompt)
     room = client.contract.context - len(ids)
@@ -61,7 +63,7 @@ def stream(
 
 
 def generate_ids(
-    client: Client, prompt: Sequence[int], args: GenerateArgs, budget: int
+    client: "Client", prompt: Sequence[int], args: GenerateArgs, budget: int
 ) -> Generator[int, None, None]:
     """Pick up to ``budget`` tokens after a prompt that is fed first; end tokens included."""
     sampler, processors = args.sampler(), args.processors()
