@@ -76,6 +76,15 @@ class Constants:
         self._keep = keep
         self._kept: dict[Source, Array | str] = {}
 
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of decoded weights, those written in the program not counted."""
+        return sum(
+            kept.nbytes
+            for source, kept in self._kept.items()
+            if not isinstance(source, Immediate) and not isinstance(kept, str)
+        )
+
     def value(self, source: Source) -> Array | str:
         """Decode a constant, or return what was decoded before.
 

@@ -72,6 +72,11 @@ class Package:
         """Values that are not finite or beyond float16, over all calls so far."""
         return self._findings.all()
 
+    @property
+    def kept_bytes(self) -> int:
+        """Memory that decoded weights take; those that functions share count once."""
+        return self._constants.kept_bytes
+
     def clear_findings(self) -> None:
         """Forget the findings so far."""
         self._findings.clear()

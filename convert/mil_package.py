@@ -36,6 +36,8 @@ class SavedProgram:
         if self.model.WhichOneof("Type") != "mlProgram":
             kind = self.model.WhichOneof("Type")
             raise ValueError(f"{path}: holds a {kind}, expected an ML program (mlprogram)")
+        if not self.functions:
+            raise ValueError(f"{path}: the program holds no function; export it again")
         self._blobs: dict[str, BlobFile] = {}
 
     @property

@@ -23,11 +23,17 @@ def save_functions(path: Path, functions: dict[str, tuple[Specs, Body]], **range
         path: of the package.
         functions: inputs and body of each.
         ranges: coremltools' shape objects of inputs whose shape is not fixed.
+
+    Constants whose names begin with ``shared_`` are stored once for all functions.
     """
     mil = coremltools("converters.mil.mil")
     program = mil.Program()
     for name, (specs, body) in functions.items():
         program.add_function(name, _function(specs, body, ranges))
+    for function in program.functions.values():
+        for op in function.find_ops(op_type="const"):
+            if op.name.startswith("shared_"):
+                op.weight_id = op.name
     program.default_function_name = next(iter(functions))
     program.export_as_multifunction = len(functions) > 1
     program.skip_all_passes = True
@@ -64,3 +70,8 @@ def edit(package: Path, change: Callable[[Any], None]) -> Path:
 def weights_of(package: Path) -> Path:
     """The weight file of a package."""
     return package / "Data/com.apple.CoreML/weights/weight.bin"
+
+
+def symbol() -> Any:
+    """A dimension of an input's shape that is not fixed."""
+    return coremltools("converters.mil.mil").get_new_symbol()
