@@ -2,6 +2,7 @@
 
 import logging
 import textwrap
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,9 @@ def render_chart(result: Mapping[str, Any], path: Path) -> bool:
         _bars(axes, names, [row[key] / unit for row in rows], label, written)
     if sample:
         _texts(parts[1], names, sample)
-    save_figure(figure, path)
+    with warnings.catch_warnings():  # a script that the font lacks shows as boxes
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        save_figure(figure, path)
     return True
 
 
@@ -147,7 +150,8 @@ def _texts(figure: Any, names: Sequence[str], sample: Mapping[str, Any]) -> None
     for axes, name, text in zip(panels, names, sample["continuations"].values(), strict=True):
         axes.set_title(_wrapped(name, _NAME), fontsize=8)
         axes.axis("off")
-        shown = _wrapped(" ".join(text.split()), width, _LINES).replace("$", r"\$")
+        printable = "".join(c if c.isprintable() else " " for c in text)
+        shown = _wrapped(" ".join(printable.split()), width, _LINES).replace("$", r"\$")
         axes.text(0, 1, shown, va="top", fontsize=7, transform=axes.transAxes)
 
 
