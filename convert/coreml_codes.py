@@ -189,11 +189,12 @@ def _restate_constant(
 def _with_offset(
     codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, stored: int, note: str
 ) -> Codes:
-    small = scale.astype(np.float16)
     whole = np.rint(zero)
     limit = 2 ** (stored - 1)
     integer = (np.abs(zero - whole) <= _INTEGER) & (whole >= -limit) & (whole < limit)
-    offset = whole.astype(np.int8) if integer.all() else zero.astype(np.float16)
+    with np.errstate(over="ignore"):
+        small = scale.astype(np.float16)
+        offset = whole.astype(np.int8) if integer.all() else zero.astype(np.float16)
     if offset.dtype == np.float16:
         note = "; ".join(filter(None, [note, "offsets are float16: some are not integers"]))
     _check_held(scale, zero, small, offset, stored)

@@ -11,6 +11,7 @@ import numpy as np
 GROUP = 16  # output channels that share a palette
 _ROUNDS = 60  # of Lloyd's algorithm, at most
 _ENOUGH = 1e-4  # relative gain of a round below which it ends
+_WORTH = 1.2  # how many times its cost a move has to gain
 _CELLS = 256  # of equal weight, in which the density is looked at for a start
 
 
@@ -98,7 +99,10 @@ def _borders(palette: np.ndarray) -> np.ndarray:
 
 
 def _lloyd(histogram: _Histogram, size: int) -> np.ndarray:
-    """Lloyd's algorithm; an empty cell keeps its value."""
+    """Lloyd's algorithm, which moves a value from where it is idle to where it is missed.
+
+    Without such moves it ends far from the best palette where a few weights lie far out.
+    """
     palette, before = _start(histogram, size), np.inf
     cuts = np.zeros(size + 1, np.int64)
     cuts[-1] = len(histogram.values)
@@ -107,10 +111,36 @@ def _lloyd(histogram: _Histogram, size: int) -> np.ndarray:
         counts, sums = _between(histogram.counts, cuts), _between(histogram.sums, cuts)
         palette = np.where(counts > 0, sums / np.maximum(counts, 1), palette)
         error = histogram.squares - float(sums @ palette)
-        if before - error <= _ENOUGH * error:
+        moved = _moved(histogram, palette, cuts, counts)
+        if moved is None and before - error <= _ENOUGH * error:
             break
-        before = error
+        palette, before = palette if moved is None else moved, error
     return palette
+
+
+def _moved(
+    histogram: _Histogram, palette: np.ndarray, cuts: np.ndarray, counts: np.ndarray
+) -> np.ndarray | None:
+    """Two neighbours joined and another cell split in two, where that lowers the error."""
+    both = counts[1:] + counts[:-1]
+    cost = counts[1:] * counts[:-1] / np.maximum(both, 1) * (palette[1:] - palette[:-1]) ** 2
+    middle = np.searchsorted(histogram.values, palette)
+    left = histogram.counts[middle] - histogram.counts[cuts[:-1]]
+    low = histogram.sums[middle] - histogram.sums[cuts[:-1]]
+    right = counts - left
+    away = np.where(left > 0, left * palette - low, 0)  # how far the halves' sums lie from it
+    gain = away**2 * counts / np.maximum(left * right, 1)
+    split = int(gain.argmax())
+    cost[max(split - 1, 0) : split + 1] = np.inf  # its own borders stay
+    joined = int(cost.argmin())
+    if gain[split] <= _WORTH * cost[joined]:
+        return None
+    result = palette.copy()
+    shift = away[split] / np.array([-left[split], right[split]])
+    weights = counts[joined : joined + 2]
+    result[joined] = (weights @ palette[joined : joined + 2]) / max(weights.sum(), 1)
+    result = np.delete(result, [joined + 1, split])
+    return np.sort(np.append(result, palette[split] + shift))
 
 
 def _between(running: np.ndarray, cuts: np.ndarray) -> np.ndarray:

@@ -6,15 +6,15 @@ coremltools defines the operations. What Core ML's own arithmetic makes of them 
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from convert.coreml_codes import Codes, chunks
 from convert.coreml_palette import Palettes
+from convert.mil_tools import coremltools
 
-if TYPE_CHECKING:
-    from coremltools.converters.mil.mil import Var
+Var = Any  # a coremltools MIL variable; coremltools has no types to import
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class StoredWeight(ABC):
         """Bytes in the package's weight file, without alignment."""
 
     @abstractmethod
-    def emit(self, name: str) -> "Var":
+    def emit(self, name: str) -> Var:
         """Add the matrix to the open MIL builder context; its value is float16 (out, in).
 
         Use the one result for all that reads the matrix: a second call stores it again.
@@ -105,11 +105,10 @@ class Dense(StoredWeight):
         """Bytes, packed."""
         return self.values.nbytes
 
-    def emit(self, name: str) -> "Var":
+    def emit(self, name: str) -> Var:
         """See `StoredWeight.emit`."""
-        from coremltools.converters.mil import Builder as mb
-
-        return mb.const(val=self.values, name=name)
+        builder = coremltools("converters.mil").Builder
+        return builder.const(val=self.values, name=name)
 
     def rows(self, part: slice) -> np.ndarray:
         """See `StoredWeight.rows`."""
@@ -140,17 +139,16 @@ class Affine(StoredWeight):
         offset = 0 if stored.offset is None else _packed_bytes(stored.offset, stored.bits)
         return _packed_bytes(stored.codes, stored.bits) + stored.scale.nbytes + offset
 
-    def emit(self, name: str) -> "Var":
+    def emit(self, name: str) -> Var:
         """See `StoredWeight.emit`."""
-        from coremltools.converters.mil import Builder as mb
-
+        builder = coremltools("converters.mil").Builder
         stored = self.stored
         integer = _integer_type(f"int{stored.bits}")
         inputs = {"data": stored.codes.astype(integer), "scale": stored.scale}
         if stored.offset is not None:
             kept = stored.offset.dtype == np.float16
             inputs["offset"] = stored.offset if kept else stored.offset.astype(integer)
-        return mb.constexpr_blockwise_shift_scale(**inputs, name=name)
+        return builder.constexpr_blockwise_shift_scale(**inputs, name=name)
 
     def rows(self, part: slice) -> np.ndarray:
         """See `StoredWeight.rows`."""
@@ -189,13 +187,12 @@ class Palette(StoredWeight):
         """Bytes, packed."""
         return _packed_bytes(self.stored.indices, self.stored.bits) + self.stored.values.nbytes
 
-    def emit(self, name: str) -> "Var":
+    def emit(self, name: str) -> Var:
         """See `StoredWeight.emit`."""
-        from coremltools.converters.mil import Builder as mb
-
+        builder = coremltools("converters.mil").Builder
         indices = self.stored.indices.astype(_integer_type(f"uint{self.stored.bits}"))
         lut = self.stored.values[..., None]  # (row groups, column groups, 2^bits, 1)
-        return mb.constexpr_lut_to_dense(indices=indices, lut=lut, name=name)
+        return builder.constexpr_lut_to_dense(indices=indices, lut=lut, name=name)
 
     def rows(self, part: slice) -> np.ndarray:
         """See `StoredWeight.rows`."""
@@ -227,6 +224,5 @@ def _packed_bytes(values: np.ndarray, bits: int) -> int:
 
 def _integer_type(name: str) -> np.dtype:
     """NumPy's dtype for a type of MIL: those under 8 bits carry their true type as metadata."""
-    from coremltools.converters.mil.mil import types
-
+    types = coremltools("converters.mil.mil").types
     return np.dtype(types.type_mapping.string_to_nptype(name))
