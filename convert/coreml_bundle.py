@@ -132,7 +132,7 @@ def write_bundle(
             write_json(temporary / CHECK, tokenizer_check(temporary / JSON_FILE, found))
         write_json(temporary / GENERATION, generation(description, source.args, found, template))
         if description.metadata.get("openelm.interface") == "static":
-            text = files("convert").joinpath("swift", RUNNER).read_text(encoding="utf-8")
+            text = (files("convert") / "swift" / RUNNER).read_text(encoding="utf-8")
             (temporary / RUNNER).write_text(text, encoding="utf-8")
         copied = copy_licence(source.folder, temporary)
         contents = sorted(f.name for f in temporary.iterdir())

@@ -18,6 +18,12 @@ _ABOUT = {
     "OpenELMRunner.swift": "loads the package and streams text; add it to your target",
 }
 
+_UNITS = {
+    "all": "Its form is for CPU and GPU: load it with compute units `.cpuAndGPU`.",
+    "gpu": "Its attention is the fused operation for the GPU: load it with `.cpuAndGPU`.",
+    "ane": "Its form is for the Neural Engine: load it with `.cpuAndNeuralEngine`.",
+}
+
 _CALLING = {
     "static": """\
 `position` is the index of the call's first token; `position` + q must not exceed the context.
@@ -71,9 +77,10 @@ def card(
     parts = [
         _front_matter(licence),
         f"# {package}",
-        f"{model} ({args.num_parameters / 1e6:.0f} M parameters) for Core ML: iOS 18, macOS 15 or "
+        f"{model} ({args.num_parameters / 1e6:.1f} M parameters) for Core ML: iOS 18, macOS 15 or "
         f"newer, {size:.1f} MB, weights {metadata.get('openelm.weights', 'as stored')}, context "
-        f"{metadata.get('openelm.context', '?')} tokens. Made by openelm-mlx.",
+        f"{metadata.get('openelm.context', '?')} tokens. "
+        f"{_UNITS[metadata.get('openelm.target', 'all')]} Made by openelm-mlx.",
         "## Files",
         "\n".join(f"- `{name}`: {_ABOUT[name]}" for name in files if name in _ABOUT)
         + "\n- `parity.json`, once verified: the package's numbers against the model's in MLX",
@@ -87,8 +94,8 @@ def card(
         "## Memory",
         _memory(args, description),
         "## Verified",
-        "`parity.json` says what was compared, how far, and with what result; `openelm convert "
-        "verify-coreml` writes it. Without that file nothing was.",
+        "`parity.json` (for people `parity.md`) says what was compared, how far, and with what "
+        "result; `openelm convert verify-coreml` writes it. Without that file nothing was.",
         "## Licence",
         _licence(licence, licence_files),
     ]
@@ -106,14 +113,14 @@ def _app(package: str) -> str:
 1. Drag `{package}` into the Xcode project (it becomes `{stem}.mlmodelc` in the app) and this folder
    as a folder reference; add `OpenELMRunner.swift` to the target.
 2. Add the package https://github.com/huggingface/swift-transformers (1.0 or newer), product
-   `Tokenizers`.
+   `Transformers`.
 3. Call it:
 
 ```swift
 let model = Bundle.main.url(forResource: "{stem}", withExtension: "mlmodelc")!
 let files = Bundle.main.url(forResource: "{stem}-bundle", withExtension: nil)!
 let runner = try await OpenELMRunner(model: model, bundle: files)
-for try await text in await runner.generate("Once upon a time", maxTokens: 64) {{
+for try await text in try await runner.generate("Once upon a time", maxTokens: 64) {{
     print(text, terminator: "")
 }}
 ```"""

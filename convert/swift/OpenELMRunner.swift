@@ -22,8 +22,7 @@ public struct OpenELMSettings: Decodable, Sendable {
 @available(iOS 18.0, macOS 15.0, visionOS 2.0, tvOS 18.0, watchOS 11.0, *)
 public actor OpenELMRunner {
     public var settings: OpenELMSettings
-    /// Every id in the cache, in order.
-    public private(set) var tokens: [Int] = []
+    public private(set) var tokens: [Int] = []  // in the cache, in order
     public let tokenizer: any Tokenizer
     private let prefill, decode: MLModel
     private let state: MLState  // one for both functions
@@ -173,13 +172,14 @@ private struct TextStream {
 
     mutating func finish() -> String {
         let text = fresh.isEmpty ? "" : settle(decode(shown + fresh))
-        defer { held = "" }
         return text + (stopped ? "" : held)
     }
 
     private mutating func settle(_ text: String) -> String {
-        let before = decode(shown).unicodeScalars.count
-        held += String(String.UnicodeScalarView(text.unicodeScalars.dropFirst(before)))
+        let before = decode(shown)
+        held += text.hasPrefix(before)  // a bad byte spoils those before it: then `fresh` stands alone
+            ? String(String.UnicodeScalarView(text.unicodeScalars.dropFirst(before.unicodeScalars.count)))
+            : decode(fresh)
         (shown, fresh) = (fresh, [])
         if let end = stop.compactMap({ held.range(of: $0)?.lowerBound }).min() {
             stopped = true

@@ -156,6 +156,7 @@ def test_the_card_names_every_input_output_and_state_with_its_shape(bundle: Path
     cache = 2 * (1 + 2) * 16 * 2  # keys and values, kv heads of both layers, head_dim, fp16
     assert f"{cache} bytes a token" in text
     assert f"| 1024 | {cache * 1024 / 1e6:.1f} |" in text
+    assert "for CPU and GPU: load it with compute units `.cpuAndGPU`" in text
     assert "license: apple-amlr" in text
     assert "`LICENSE`" in text
     assert "Without that file nothing was" in text
