@@ -4,13 +4,16 @@ Each takes ``rounded`` first, what is done to a float result: nothing, or roundi
 Source of the formulas: coremltools/converters/mil/mil/ops/defs/iOS18/compression.py, docstrings.
 """
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from convert.mil_types import Array
 
 Rounding = Callable[[Array], Array]
+_AT_ONCE = 1 << 16  # numbers
 
 
 def _blockwise(rounded: Rounding, data: Array, scale: Array, offset: Array | None = None) -> Array:
@@ -21,17 +24,40 @@ def _blockwise(rounded: Rounding, data: Array, scale: Array, offset: Array | Non
             raise ValueError(f"data of {list(data.shape)} for scales of {list(scale.shape)}")
         split += [blocks, size // blocks]
         spread += [blocks, 1]
-    values = data.astype(np.float32).reshape(split)
-    if offset is not None:
-        values -= offset.astype(np.float32).reshape(spread)
-        if offset.dtype.kind == "f":
-            values = rounded(values)  # integers this small are exact
-    values *= scale.astype(np.float32).reshape(spread)
-    return rounded(values).reshape(data.shape)
+    codes, scales = data.reshape(split), scale.astype(np.float32).reshape(spread)
+    offsets = None if offset is None else offset.reshape(spread)
+    result = np.empty(split, np.float32)
+
+    def expand(part: slice) -> None:
+        values = codes[part].astype(np.float32)
+        if offsets is not None:
+            values -= offsets[part].astype(np.float32)
+            if offsets.dtype.kind == "f":
+                values = rounded(values)  # integers this small are exact
+        values *= scales[part]
+        result[part] = rounded(values)
+
+    _in_parts(expand, len(codes), codes.size)
+    return result.reshape(data.shape)
+
+
+def _in_parts(work: Callable[[slice], None], rows: int, numbers: int) -> None:
+    """Do ``work`` on slices of rows that stay in a core's cache, on all cores."""
+    some = max(1, _AT_ONCE * rows // max(1, numbers))
+    parts = [slice(first, first + some) for first in range(0, rows, some)]
+    if len(parts) == 1:
+        work(parts[0])
+        return
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # NumPy lets other threads run meanwhile
+        for _ in pool.map(work, parts):
+            pass
 
 
 def _lut(rounded: Rounding, indices: Array, lut: Array, vector_axis: Array | None = None) -> Array:
-    """Palette entries by index; one palette a block of indices, an entry may be a vector."""
+    """Palette entries by index; one palette a block of indices, an entry may be a vector.
+
+    Nothing to round: the result is of the palettes' own type.
+    """
     rank = indices.ndim
     groups, width = lut.shape[:rank], lut.shape[-1]
     if any(size % count for size, count in zip(indices.shape, groups, strict=True)):
@@ -43,12 +69,19 @@ def _lut(rounded: Rounding, indices: Array, lut: Array, vector_axis: Array | Non
     blocks = [size // count for size, count in zip(indices.shape, groups, strict=True)]
     for group in np.ndindex(*groups):
         region = tuple(slice(g * n, (g + 1) * n) for g, n in zip(group, blocks, strict=True))
-        values[region] = lut[group].astype(dtype)[indices[region]]
+        _look_up(lut[group].astype(dtype), indices[region], values[region])
     if width == 1:
-        return rounded(values[..., 0])
+        return values[..., 0]
     axis = (0 if vector_axis is None else int(vector_axis)) % rank
     shape = [n * width if i == axis else n for i, n in enumerate(indices.shape)]
-    return rounded(np.moveaxis(values, -1, axis + 1).reshape(shape))
+    return np.moveaxis(values, -1, axis + 1).reshape(shape)
+
+
+def _look_up(palette: Array, indices: Array, into: Array) -> None:
+    def take(part: slice) -> None:
+        into[part] = np.take(palette, indices[part], 0, mode="clip")
+
+    _in_parts(take, len(indices), indices.size)
 
 
 def _affine(

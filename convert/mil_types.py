@@ -1,5 +1,6 @@
 """Element types and shapes of a MIL program, as its specification spells them."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,21 +88,23 @@ def unpack(data: bytes | Array, tensor: TensorType) -> Array:
         raise ValueError(f"{raw.size} bytes hold no {tensor}, which takes {expected}")
     if tensor.dtype not in PACKED_BITS:
         return raw.view(NUMPY[tensor.dtype]).reshape(shape)
-    values = _nibbles(raw) if tensor.bits == 4 else _bit_fields(raw, tensor.bits)
-    values = values[:count]
+    values = _bit_fields(raw, tensor.bits)[:count]
     if tensor.dtype == "INT4":
-        values = ((values ^ 8).view(np.int8) - np.int8(8)).astype(np.int8)
+        values ^= 8  # the sign bit, then back: 8..15 become -8..-1
+        values -= 8
+        values = values.view(np.int8)
     return values.reshape(shape)
 
 
-def _nibbles(raw: Array) -> Array:
-    values = np.empty(2 * raw.size, np.uint8)
-    np.bitwise_and(raw, 15, out=values[0::2])
-    np.right_shift(raw, 4, out=values[1::2])
-    return values
-
-
 def _bit_fields(raw: Array, bits: int) -> Array:
-    stream = np.unpackbits(raw, bitorder="little")
-    fields = stream[: stream.size // bits * bits].reshape(-1, bits)
-    return np.packbits(fields, axis=1, bitorder="little")[:, 0]
+    """All numbers of ``bits`` bits in a byte array, the unused last bits too."""
+    width = math.lcm(bits, 8) // 8  # bytes after which the pattern repeats
+    groups = np.pad(raw, (0, -raw.size % width)).reshape(-1, width)
+    values = np.empty((len(groups), width * 8 // bits), np.uint8)
+    for place in range(values.shape[1]):
+        byte, shift = divmod(place * bits, 8)
+        field = groups[:, byte] >> shift
+        if shift + bits > 8:
+            field |= groups[:, byte + 1] << (8 - shift)
+        np.bitwise_and(field, 2**bits - 1, out=values[:, place])
+    return values.reshape(-1)
