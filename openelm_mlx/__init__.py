@@ -3,7 +3,9 @@
 The public names are imported on first use, so that ``import openelm_mlx`` costs milliseconds.
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from openelm_mlx.blas import preload_openblas
@@ -24,10 +26,22 @@ _PUBLIC = {
     "generate": "openelm_mlx.generate",
     "stream_generate": "openelm_mlx.generate",
     "from_corenet": "convert.corenet",
+    "export_coreml": "convert.coreml",
 }
+_NAMED_OTHERWISE = {"export_coreml": "export"}
 
 __all__ = ["Model", "ModelArgs", "__version__", "generate", "load", "stream_generate"]
 
+
+class _Package(ModuleType):
+    """Keeps public names for what they name: ``generate`` is the function, not its module."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _PUBLIC and isinstance(value, ModuleType)):  # bound by its first import
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 preload_openblas()  # has to come before the first import of mlx.core
 
 
@@ -35,4 +49,4 @@ def __getattr__(name: str) -> object:
     """Import a public name when it is first asked for (PEP 562)."""
     if name not in _PUBLIC:
         raise AttributeError(f"module 'openelm_mlx' has no attribute {name!r}")
-    return getattr(import_module(_PUBLIC[name]), name)
+    return getattr(import_module(_PUBLIC[name]), _NAMED_OTHERWISE.get(name, name))

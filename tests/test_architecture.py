@@ -119,6 +119,17 @@ def test_importing_the_package_loads_neither_mlx_nor_numpy() -> None:
     assert {"mlx.core", "mlx_lm", "numpy", "convert", *HEAVY} & set(loaded) == set()
 
 
+@pytest.mark.parametrize("before", ["", "import openelm_mlx.cli, openelm_mlx.generate as _"])
+def test_the_public_generate_is_the_function_whatever_was_imported_before(before: str) -> None:
+    """Guards a bug: the first import of the module of that name had taken the function's place."""
+    code = (
+        f"{before}\nfrom openelm_mlx import load, generate\nimport openelm_mlx\n"
+        "from openelm_mlx import generate as again\n"
+        "print(callable(generate), generate is again is openelm_mlx.generate)"
+    )
+    assert run_python(code).split() == ["True", "True"]
+
+
 def test_no_module_loads_a_heavy_package_when_imported() -> None:
     on_mlx_lm = {"openelm_mlx.server", "openelm_mlx.server_generation"}  # imported by need
     modules = sorted(set(import_rules.sources()) - on_mlx_lm)

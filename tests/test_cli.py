@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 
@@ -192,12 +193,10 @@ def test_failures_are_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from openelm_mlx import generate
-
     def run(_: object) -> int:
         raise raised
 
-    monkeypatch.setattr(generate, "run", run)
+    monkeypatch.setattr(import_module("openelm_mlx.generate"), "run", run)
     outcome = run_here(capsys, "generate", "--model", "m", "--prompt", "a")
     assert outcome.code == code
     assert outcome.err.startswith(said)
