@@ -12,6 +12,7 @@ GROUP = 16  # output channels that share a palette
 _ROUNDS = 60  # of Lloyd's algorithm, at most
 _ENOUGH = 1e-4  # relative gain of a round below which it ends
 _WORTH = 1.2  # how many times its cost a move has to gain
+_LOOK = 4  # rounds from one search for a move to the next, where the last found none
 _CELLS = 256  # of equal weight, in which the density is looked at for a start
 
 
@@ -106,13 +107,16 @@ def _lloyd(histogram: _Histogram, size: int) -> np.ndarray:
     palette, before = _start(histogram, size), np.inf
     cuts = np.zeros(size + 1, np.int64)
     cuts[-1] = len(histogram.values)
-    for _ in range(_ROUNDS):
+    moved: np.ndarray | None = None
+    for number in range(_ROUNDS):
         cuts[1:-1] = np.searchsorted(histogram.values, _borders(palette))
         counts, sums = _between(histogram.counts, cuts), _between(histogram.sums, cuts)
         palette = np.where(counts > 0, sums / np.maximum(counts, 1), palette)
         error = histogram.squares - float(sums @ palette)
-        moved = _moved(histogram, palette, cuts, counts)
-        if moved is None and before - error <= _ENOUGH * error:
+        settled = before - error <= _ENOUGH * error
+        look = settled or moved is not None or number % _LOOK == 0
+        moved = _moved(histogram, palette, cuts, counts) if look else None
+        if settled and moved is None:
             break
         palette, before = palette if moved is None else moved, error
     return palette

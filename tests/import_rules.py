@@ -48,7 +48,7 @@ LAYERS = {
         convert.coreml_card convert.coreml_client convert.coreml_describe convert.coreml_graph
         convert.coreml_guard convert.coreml_layers convert.coreml_package
         convert.coreml_parameters convert.coreml_predictor convert.coreml_settings
-        convert.coreml_verify
+        convert.coreml_codes convert.coreml_palette convert.coreml_stored convert.coreml_verify
         convert.coreml_weights convert.corenet convert.corenet_checkpoint
         convert.corenet_config convert.corenet_lora convert.corenet_reader
         convert.corenet_rows convert.corenet_writer convert.huggingface
