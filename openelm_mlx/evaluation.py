@@ -102,6 +102,8 @@ def measure(
     Returns:
         ``model`` and the numbers: ``perplexity``, ``bits_per_byte``, … and ``results`` of tasks.
     """
+    if tasks is not None and model.mlx is None:
+        raise ValueError(f"{model.name} is no MLX model, and tasks need one; give --data")
     result: dict[str, Any] = {"model": model.name}
     if text is not None:
         scored = score_text(model, text, partial, name=f"{name}text")
@@ -110,8 +112,7 @@ def measure(
     if tasks is not None:
         from openelm_mlx.suites import render_tasks, run_tasks
 
-        if model.mlx is None:
-            raise ValueError(f"{model.name} is no MLX model, and tasks need one; give --data")
+        assert model.mlx is not None
         scored = run_tasks(model.mlx, model.tokenizer, tasks, name=model.name)
         result |= scored
         show(render_tasks(scored))

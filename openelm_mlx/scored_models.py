@@ -183,8 +183,8 @@ def _open_exported(
     if not path.is_dir():
         raise FileNotFoundError(f"{name} does not exist; give a package that was exported")
     scorer = _exported_scorer(path, kind, float32=float32)
-    places = (path / "tokenizer", path, path.parent / "tokenizer", path.parent)
-    own = next(filter(has_tokenizer, places), None)
+    beside = path.with_name(f"{path.stem}-bundle")  # where `convert coreml` puts the tokenizer
+    own = next(filter(has_tokenizer, (path / "tokenizer", path, beside)), None)
     found = default_tokenizer
     if tokenizer is not None:
         found = load_tokenizer(tokenizer)
