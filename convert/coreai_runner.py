@@ -134,12 +134,12 @@ class Runner:
             ValueError: if an id does not exist, there are none, or the context is full.
             RuntimeError: if the runtime fails.
         """
-        tokens = np.array(ids, dtype=np.int32)
-        wrong = [int(i) for i in tokens if not 0 <= i < self.bundle.vocab_size]
+        tokens, vocab_size = np.array(ids, dtype=np.int32), self.bundle.vocab_size
+        wrong = tokens[(tokens < 0) | (tokens >= vocab_size)].tolist()
         if tokens.ndim != 1 or not tokens.size or wrong:
             raise ValueError(
-                f"a bundle takes one sequence of ids below {self.bundle.vocab_size} (batch 1), got "
-                f"shape {tokens.shape}" + (f" with {wrong[0]}" if wrong else "")
+                f"a bundle takes one sequence of ids below {vocab_size} (batch 1), got shape "
+                f"{tokens.shape}" + (f" with {wrong[0]}" if wrong else "")
             )
         logits: np.ndarray = self._ask(tokens)
         return logits
