@@ -1,5 +1,6 @@
 """Assets of Core AI for tests: a model written as one, and tokens sent through it."""
 
+import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -7,11 +8,16 @@ from pathlib import Path
 
 import golden_set  # imports openelm_mlx, so that OpenBLAS comes before mlx.core
 import numpy as np
+import pytest
 
 from convert.coreai_graph import build
 from convert.coreai_runner import Bundle, Runner
 from convert.coreai_weights import settle
 from openelm_mlx.model import Model
+
+needs_coreai = pytest.mark.skipif(
+    importlib.util.find_spec("coreai") is None, reason="the extra coreai is not installed"
+)
 
 
 def copy_of(model: Model) -> Model:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import run_here
+from coreai_assets import needs_coreai
 from model_makers import random_tokens
 
 from convert import coreai_verify
@@ -18,7 +19,7 @@ from openelm_mlx.checkpoint import load_model, save_model
 from openelm_mlx.lora import add_adapters, get_module, save_adapters
 from openelm_mlx.tokenizer import Tokenizer
 
-pytest.importorskip("coreai", reason="the extra coreai is not installed")
+pytestmark = needs_coreai
 
 
 @pytest.fixture(scope="module")

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from coreai_assets import copy_of, in_chunks, running, write_asset
+from coreai_assets import copy_of, in_chunks, needs_coreai, running, write_asset
 from model_makers import apple_io, apple_model, model_of, random_tokens
 
 from convert.coreai_runner import Runner
 from openelm_mlx.config import ModelArgs
 from openelm_mlx.model import Model
 
-pytest.importorskip("coreai", reason="the extra coreai is not installed")
+pytestmark = needs_coreai
 ATOL = 1e-4  # two right fp32 implementations differ by up to 3.4e-5, a wrong one by more than 1
 WAYS = ([48], [16] + [1] * 32, [17, 1, 22, 8])
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from coreai_assets import in_chunks, running
+from coreai_assets import in_chunks, needs_coreai, running
 from model_makers import model_of, random_tokens
 
 from convert.coreai import WEIGHTS
@@ -19,7 +19,6 @@ from convert.coreai_weights import KINDS, settle
 from openelm_mlx.config import ModelArgs
 from openelm_mlx.model import Model
 
-pytest.importorskip("coreai", reason="the extra coreai is not installed")
 CODES_PROGRAM = Path(__file__).parent / "coreai_codes_program.py"
 
 
@@ -45,6 +44,7 @@ def quantized(bits: int, group_size: int, mode: str = "affine") -> Model:
     return model
 
 
+@needs_coreai
 @pytest.mark.slow
 def test_codes_dequantise_to_the_bit_as_mlx_does(tmp_path: Path) -> None:
     command = [sys.executable, str(CODES_PROGRAM), str(tmp_path / "codes.aimodel")]
@@ -57,6 +57,7 @@ def test_codes_dequantise_to_the_bit_as_mlx_does(tmp_path: Path) -> None:
     assert set(differing.values()) == {0}
 
 
+@needs_coreai
 @pytest.mark.slow
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (8, 64)])
 def test_logits_of_carried_codes_are_those_of_mlx(bits: int, group: int, tmp_path: Path) -> None:
@@ -104,6 +105,7 @@ def test_values_beyond_float16_are_refused() -> None:
         settle(model, "fp16")
 
 
+@needs_coreai
 @pytest.mark.parametrize("named", ["", "y"])
 def test_outputs_without_a_name_and_forgotten_states_are_refused(named: str) -> None:
     program = Program()
@@ -115,6 +117,7 @@ def test_outputs_without_a_name_and_forgotten_states_are_refused(named: str) -> 
         )
 
 
+@needs_coreai
 def test_codes_of_another_size_are_refused() -> None:
     program = Program()
     with (
