@@ -13,6 +13,8 @@ ROUTES: dict[str, Route] = {
     "to-peft": ("convert.peft", "to_peft", "adapter folder -> PEFT adapter folder"),
     "coreai": ("convert.coreai", "coreai", "model folder -> Core AI bundle (extra coreai)"),
     "verify-coreai": ("convert.coreai", "verify_coreai", "a Core AI bundle against MLX"),
+    "coreml": ("convert.coreml", "coreml", "model folder -> Core ML package, verified"),
+    "verify-coreml": ("convert.coreml_verify", "verify_coreml", "a Core ML package against MLX"),
     "run-coreml": ("convert.coreml_run", "", "text with a Core ML package, on any machine"),
     "quantize": ("convert.quantize", "quantize", "model folder -> quantised model folder"),
 }

@@ -41,7 +41,13 @@ begin with zeros and pass `newKeyCache` and `newValueCache` on as the next call'
     "flexible": """\
 Made for swift-transformers' `LanguageModel`: the whole prompt in one call, then one token a call.
 `fullAttentionMask` is [1, 1, q, total], total counting all tokens so far: 0 where a token may look,
--65504 where not. Row q - 1 of `logits` is that of the next token.""",
+-65504 where not. Row q - 1 of `logits` is that of the next token. Give it the bundle's tokenizer,
+or it looks for one on the Hub:
+
+```swift
+let tokenizer = try await AutoTokenizer.from(modelFolder: files)
+let model = try LanguageModel.loadCompiled(url: url, tokenizer: tokenizer)
+```""",
     "ane": """\
 One function of q tokens. Column j of `update_mask` has a 1 in the row where token j is written
 (leave columns of padding empty: they write nothing); `attn_mask` is 0 where a token may look and

@@ -4,6 +4,8 @@ One function a call form: ``prefill`` and ``decode``, or ``main``.  Matrices tha
 share are stored once.  Knows nothing of files.  q new tokens, C context, E head_dim, V vocabulary.
 """
 
+import re
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -58,17 +60,26 @@ def _lengths(settings: ExportSettings) -> dict[str, int | None]:
 
 
 def _share_constants(program: Program) -> None:
-    """Store constants that two functions have in common once, under one weight id."""
+    """Store constants that two functions have in common once, under one weight id.
+
+    coremltools numbers the constants of a process; here they are named after what uses them, so
+    that functions agree on names, and two exports on every byte.
+    """
     first: dict[str, np.ndarray] = {}
     for function in program.functions.values():
+        taken: Counter[str] = Counter()
         for op in function.operations:
-            value = op.outputs[0].val if op.op_type == "const" else None
-            if not isinstance(value, np.ndarray) or value.nbytes < _SHARED_BYTES:
+            if op.op_type != "const":
                 continue
-            known = first.setdefault(op.name, value)
-            same = known.shape == value.shape and known.dtype == value.dtype
-            if known is value or (same and np.array_equal(known, value)):
-                op.weight_id = op.name
+            name = re.sub(r"_\d+$", "", op.name)
+            taken[name] += 1
+            op.name = f"{name}_{taken[name]}"
+            op.outputs[0].name = op.name
+            value = op.outputs[0].val
+            if isinstance(value, np.ndarray) and value.nbytes >= _SHARED_BYTES:
+                known = first.setdefault(op.name, value)
+                if known is value or (known.dtype == value.dtype and np.array_equal(known, value)):
+                    op.weight_id = op.name
 
 
 class _FunctionBuilder:

@@ -12,21 +12,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from convert.coreml_settings import NormForm
+from convert.coreml_stored import StoredWeight
 from convert.mil_tools import coremltools
 from openelm_mlx.config import ModelArgs
 
 Var = Any  # a coremltools MIL variable; coremltools has no types to import
 F16 = np.float16
-
-
-class Stored(Protocol):
-    """A matrix in the form that the package stores (``convert.coreml_weights.StoredWeight``)."""
-
-    def emit(self, name: str) -> Var:
-        """Its variable, in the function being built."""
-
-    def decompressed(self) -> np.ndarray:
-        """(out, in) float32: the numbers that a package gives back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +31,7 @@ class Parameters:
             graph multiplies their input instead.
     """
 
-    matrices: Mapping[str, Stored]
+    matrices: Mapping[str, StoredWeight]
     vectors: Mapping[str, np.ndarray]
     unfolded: frozenset[str] = frozenset()
 
@@ -129,7 +120,8 @@ class Layers:
         mb = self._mb
         if self._norm_form == "layer_norm":  # of (x, -x): mean 0, variance the mean square
             width = x.shape[-1]
-            both = mb.concat(values=[x, mb.mul(x=x, y=F16(-1))], axis=-1, name=f"{name}_both")
+            negative = mb.mul(x=x, y=F16(-1), name=f"{name}_negative")
+            both = mb.concat(values=[x, negative], axis=-1, name=f"{name}_both")
             out = mb.layer_norm(
                 x=both, axes=[-1], epsilon=F16(max(eps, 1e-7)), name=f"{name}_layer_norm"
             )
@@ -140,22 +132,27 @@ class Layers:
                 x=out, begin=begin, end=end, begin_mask=masks, end_mask=masks, name=f"{name}_half"
             )
         if self._norm_form == "max":  # squares stay below 1, whatever the row holds
-            most = mb.reduce_max(x=mb.abs(x=x), axes=[-1], keep_dims=True, name=f"{name}_max")
+            sizes = mb.abs(x=x, name=f"{name}_sizes")
+            most = mb.reduce_max(x=sizes, axes=[-1], keep_dims=True, name=f"{name}_max")
             most = mb.maximum(x=most, y=F16(2.0**-14), name=f"{name}_most")
             small = mb.real_div(x=x, y=most, name=f"{name}_scaled")
             root = mb.real_div(x=F16(max(eps**0.5, 2.0**-24)), y=most, name=f"{name}_root_eps")
-            square = mb.reduce_mean(
-                x=mb.mul(x=small, y=small), axes=[-1], keep_dims=True, name=f"{name}_mean_square"
-            )
-            square = mb.add(x=square, y=mb.mul(x=root, y=root), name=f"{name}_with_eps")
-            return mb.mul(x=small, y=mb.rsqrt(x=square, epsilon=F16(0)), name=f"{name}_unit")
+            square = self._mean_square(small, name)
+            tiny = mb.mul(x=root, y=root, name=f"{name}_eps")
+            square = mb.add(x=square, y=tiny, name=f"{name}_with_eps")
+            inverse = mb.rsqrt(x=square, epsilon=F16(0), name=f"{name}_inverse")
+            return mb.mul(x=small, y=inverse, name=f"{name}_unit")
         wide = mb.cast(x=x, dtype="fp32", name=f"{name}_fp32")
-        square = mb.reduce_mean(
-            x=mb.mul(x=wide, y=wide), axes=[-1], keep_dims=True, name=f"{name}_mean_square"
-        )
-        square = mb.add(x=square, y=np.float32(eps), name=f"{name}_with_eps")
-        unit = mb.mul(x=wide, y=mb.rsqrt(x=square, epsilon=np.float32(0)), name=f"{name}_unit_fp32")
+        square = mb.add(x=self._mean_square(wide, name), y=np.float32(eps), name=f"{name}_with_eps")
+        inverse = mb.rsqrt(x=square, epsilon=np.float32(0), name=f"{name}_inverse")
+        unit = mb.mul(x=wide, y=inverse, name=f"{name}_unit_fp32")
         return mb.cast(x=unit, dtype="fp16", name=f"{name}_unit")
+
+    def _mean_square(self, x: Var, name: str) -> Var:
+        squares = self._mb.mul(x=x, y=x, name=f"{name}_squares")
+        return self._mb.reduce_mean(
+            x=squares, axes=[-1], keep_dims=True, name=f"{name}_mean_square"
+        )
 
     def _attention(self, index: int, x: Var, shared: Shared) -> Var:
         """(1, q, D) normalised -> (1, q, D), scaled to the residual stream."""

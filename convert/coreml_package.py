@@ -5,58 +5,46 @@ are equal byte for byte.
 """
 
 import json
-import logging
-import shutil
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from convert.mil_tools import coremltools
-from openelm_mlx.atomic import atomic_folder
-
-logger = logging.getLogger(__name__)
 
 SPECIFICATION = 9  # iOS 18, macOS 15: states, functions, blockwise codes
 _DATA = Path("Data/com.apple.CoreML")
 _AUTHOR = "com.apple.CoreML"
 
 
-def write_package(
-    program: Any, path: Path, *, metadata: Mapping[str, str], about: str, overwrite: bool = False
-) -> None:
+def write_package(program: Any, folder: Path, *, metadata: Mapping[str, str], about: str) -> None:
     """Write a program.
 
     Args:
         program: a coremltools MIL ``Program``.
-        path: of the ``.mlpackage``, a folder.
+        folder: the ``.mlpackage``, there and empty.
         metadata: user-defined keys.
         about: one line of description.
-        overwrite: replace a package that is there.
 
     Raises:
-        FileExistsError: if there is one and ``overwrite`` is not set.
         OSError: if it cannot be written.
     """
     load = coremltools("converters.mil.backend.mil.load").load
-    with atomic_folder(path, overwrite=overwrite) as temporary:
-        weights = temporary / _DATA / "weights"
-        weights.mkdir(parents=True)
-        spec = load(
-            program,
-            str(weights),
-            specification_version=SPECIFICATION,
-            convert_to="mlprogram",
-            convert_from="milinternal",
-        )
-        spec.description.metadata.shortDescription = about
-        spec.description.metadata.userDefined.update(metadata)
-        (temporary / _DATA / "model.mlmodel").write_bytes(
-            spec.SerializeToString(deterministic=True)
-        )
-        if not any(weights.iterdir()):
-            weights.rmdir()
-        _write_manifest(temporary, with_weights=weights.is_dir())
+    weights = folder / _DATA / "weights"
+    weights.mkdir(parents=True)
+    spec = load(
+        program,
+        str(weights),
+        specification_version=SPECIFICATION,
+        convert_to="mlprogram",
+        convert_from="milinternal",
+    )
+    spec.description.metadata.shortDescription = about
+    spec.description.metadata.userDefined.update(metadata)
+    (folder / _DATA / "model.mlmodel").write_bytes(spec.SerializeToString(deterministic=True))
+    if not any(weights.iterdir()):
+        weights.rmdir()
+    _write_manifest(folder, with_weights=weights.is_dir())
 
 
 def _write_manifest(package: Path, *, with_weights: bool) -> None:
@@ -95,8 +83,3 @@ def weight_bytes(package: Path) -> int:
 def package_bytes(package: Path) -> int:
     """Size of all files of a package: what an app downloads."""
     return sum(file.stat().st_size for file in package.rglob("*") if file.is_file())
-
-
-def remove_package(package: Path) -> None:
-    """Remove a package that was refused."""
-    shutil.rmtree(package, ignore_errors=True)

@@ -55,6 +55,15 @@ def stored_parameters(model: Model, kind: WeightKind, *, exponent: int = 0) -> P
     )
 
 
+def expected_bytes(args: ModelArgs, parameters: Parameters, context: int) -> int:
+    """Bytes of a package's constants: matrices, norms, rotation tables, zero biases."""
+    E = args.head_dim
+    heads = sum(args.num_query_heads) + sum(args.num_kv_heads)
+    matrices = sum(m.nbytes + 2 * m.shape[0] for m in parameters.matrices.values())
+    vectors = sum(vector.nbytes for vector in parameters.vectors.values())
+    return matrices + vectors + 2 * E * heads + 2 * 2 * E * context + 4 * context
+
+
 def matrices_of(model: Model) -> Iterator[tuple[str, nn.Module]]:
     """Path and module of each matrix: embedding, linear layers, untied head."""
     for path, module in model.named_modules():
@@ -85,17 +94,27 @@ def half(path: str, weight: mx.array) -> np.ndarray:
     return result
 
 
+def plain_weight(module: Any) -> mx.array:
+    """A matrix, dequantised where it is quantised, in float32."""
+    if "scales" not in module:
+        weight: mx.array = module.weight.astype(mx.float32)
+        return weight
+    biases = module.get("biases")
+    return mx.dequantize(
+        module.weight,
+        module.scales.astype(mx.float32) if biases is not None else module.scales,
+        None if biases is None else biases.astype(mx.float32),
+        group_size=module.group_size,
+        bits=module.bits,
+        mode=module.mode,
+    ).astype(mx.float32)
+
+
 def _stored(path: str, module: Any, kind: WeightKind) -> StoredWeight:
     if "scales" not in module:
         return store(half(path, module.weight), "fp16" if kind == "mlx" else kind)
     if kind == "fp16":
-        weight = mx.dequantize(
-            *(module.weight, module.scales, module.get("biases")),
-            group_size=module.group_size,
-            bits=module.bits,
-            mode=module.mode,
-        )
-        return Dense(values=half(path, weight))
+        return Dense(values=half(path, plain_weight(module)))
     return from_mlx(
         module.weight, module.scales, module.biases, bits=module.bits, group_size=module.group_size
     )

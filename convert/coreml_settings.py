@@ -18,7 +18,7 @@ TARGETS: tuple[Target, ...] = get_args(Target)
 
 MASKED = -30000.0  # finite in fp16, also when a score is added; -inf gives NaN (coremltools #2669)
 _LEAST_CONTEXT = 64
-_ANE_MULTIPLE = 32  # state sizes the Neural Engine accepts (coremltools #2631)
+ANE_MULTIPLE = 32  # state sizes the Neural Engine accepts (coremltools #2631)
 SMALL_MODEL = 600_000_000  # parameters up to which int8 is the recommended default
 
 
@@ -73,9 +73,9 @@ class ExportSettings:
             found.append(
                 f"prefill is {self.prefill}; it must be between 1 and the context of {self.context}"
             )
-        if self.target == "ane" and self.context % _ANE_MULTIPLE:
+        if self.target == "ane" and self.context % ANE_MULTIPLE:
             found.append(
-                f"context is {self.context}; the Neural Engine wants a multiple of {_ANE_MULTIPLE} "
+                f"context is {self.context}; the Neural Engine wants a multiple of {ANE_MULTIPLE} "
                 "(coremltools #2631)"
             )
         return found
@@ -121,17 +121,17 @@ def refuse_unsuited(args: ModelArgs, settings: ExportSettings) -> list[str]:
         ValueError: where the Neural Engine is asked for and cannot run it.
     """
     warnings = []
-    if args.head_dim % _ANE_MULTIPLE:
+    if args.head_dim % ANE_MULTIPLE:
         what = (
-            f"head_dim {args.head_dim} is no multiple of {_ANE_MULTIPLE}, which the Neural Engine "
+            f"head_dim {args.head_dim} is no multiple of {ANE_MULTIPLE}, which the Neural Engine "
             "refuses (coremltools #2631)"
         )
         if settings.target == "ane":
             raise ValueError(f"Core ML export: {what}; leave out --target ane")
         warnings.append(f"{what}: this package will run on CPU and GPU only")
-    if settings.target == "all" and settings.context % _ANE_MULTIPLE:
+    if settings.target == "all" and settings.context % ANE_MULTIPLE:
         warnings.append(
-            f"context {settings.context} is no multiple of {_ANE_MULTIPLE}: CPU and GPU only"
+            f"context {settings.context} is no multiple of {ANE_MULTIPLE}: CPU and GPU only"
         )
     if settings.context > args.max_context_length:
         warnings.append(

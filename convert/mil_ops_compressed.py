@@ -64,12 +64,13 @@ def _lut(rounded: Rounding, indices: Array, lut: Array, vector_axis: Array | Non
         raise ValueError(f"indices of {list(indices.shape)} for palettes of {list(lut.shape)}")
     if indices.size and int(indices.max()) >= lut.shape[-2]:
         raise ValueError(f"index {indices.max()} in a palette of {lut.shape[-2]}")
-    dtype = np.float32 if lut.dtype.kind == "f" else lut.dtype
-    values = np.empty((*indices.shape, width), dtype)
-    blocks = [size // count for size, count in zip(indices.shape, groups, strict=True)]
-    for group in np.ndindex(*groups):
-        region = tuple(slice(g * n, (g + 1) * n) for g, n in zip(group, blocks, strict=True))
-        _look_up(lut[group].astype(dtype), indices[region], values[region])
+    split = [
+        n for size, count in zip(indices.shape, groups, strict=True) for n in (count, size // count)
+    ]
+    spread = [n for count in groups for n in (count, 1)]
+    table = lut.reshape(-1, width).astype(np.float32 if lut.dtype.kind == "f" else lut.dtype)
+    first = np.arange(0, len(table), lut.shape[-2], dtype=np.int32).reshape(spread)  # of a palette
+    values = _look_up(table, indices.reshape(split), first).reshape(*indices.shape, width)
     if width == 1:
         return values[..., 0]
     axis = (0 if vector_axis is None else int(vector_axis)) % rank
@@ -77,11 +78,14 @@ def _lut(rounded: Rounding, indices: Array, lut: Array, vector_axis: Array | Non
     return np.moveaxis(values, -1, axis + 1).reshape(shape)
 
 
-def _look_up(palette: Array, indices: Array, into: Array) -> None:
+def _look_up(table: Array, indices: Array, first: Array) -> Array:
+    result = np.empty((*indices.shape, table.shape[-1]), table.dtype)
+
     def take(part: slice) -> None:
-        into[part] = np.take(palette, indices[part], 0, mode="clip")
+        np.take(table, indices[part] + first[part], 0, result[part], mode="clip")
 
     _in_parts(take, len(indices), indices.size)
+    return result
 
 
 def _affine(

@@ -60,7 +60,8 @@ def atomic_folder(target: str | Path, *, overwrite: bool = False) -> Iterator[Pa
     target = Path(target)
     refuse_existing_folder(target, overwrite=overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+    suffix = f".tmp{target.suffix}"  # Core ML's tools go by the suffix .mlpackage
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=suffix, dir=target.parent))
     try:
         yield temporary
         os.chmod(temporary, 0o777 & ~_umask())
