@@ -27,18 +27,22 @@ ifeq ($(BACKEND),cpu)
 TEST_ENV := MLX_DISABLE_COMPILE=$${MLX_DISABLE_COMPILE-1}
 endif
 
-.PHONY: help venv test lint clean
+.PHONY: help venv test notebooks lint clean
 
 help:
-	@echo "make test    set up $(VENV) and run every test that needs no network"
-	@echo "make lint    ruff and mypy"
-	@echo "make venv    set up $(VENV) alone"
-	@echo "make clean   remove $(VENV), builds and caches"
+	@echo "make test       set up $(VENV) and run every test that needs no network"
+	@echo "make notebooks  run the notebooks with small settings (make test does, too)"
+	@echo "make lint       ruff and mypy"
+	@echo "make venv       set up $(VENV) alone"
+	@echo "make clean      remove $(VENV), builds and caches"
 
 venv: $(READY)
 
 test: $(READY)
 	$(TEST_ENV) $(BIN)/python -m pytest -m "not network and not benchmark" $(PYTEST_ARGS)
+
+notebooks: $(READY)
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not network" tests/test_notebooks.py $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """The text that a Python installation brings: read, never imported, each piece once."""
 
+import json
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -91,6 +92,20 @@ def test_a_rejected_answer_has_the_words_of_the_true_one() -> None:
     for record in found:
         assert record["chosen"] == answers[record["prompt"]] != record["rejected"]
         assert sorted(record["chosen"].split()) == sorted(record["rejected"].split())
+
+
+def test_a_split_holds_every_record_once_and_one_of_so_many_for_validation(tmp_path: Path) -> None:
+    records = [{"text": f"ä {i}\nline"} for i in range(7)]
+    folder = python_text.write_split(tmp_path / "new" / "text", records, every=3)
+    read = {
+        name: [
+            json.loads(line)
+            for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
+        for name in ("train", "valid")
+    }
+    assert read["valid"] == [records[0], records[3], records[6]]
+    assert read["train"] == [records[1], records[2], records[4], records[5]]
 
 
 def test_an_installation_without_sources_is_one_line(library: Path) -> None:

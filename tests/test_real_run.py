@@ -7,7 +7,6 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from openelm_mlx import blas
 from openelm_mlx.checkpoint import load
 from openelm_mlx.metrics import read_metrics
 from openelm_mlx.preference import PreferenceArgs, preference_loss
-from openelm_mlx.python_text import documents, preferences, question_answers
+from openelm_mlx.python_text import documents, preferences, question_answers, write_split
 from openelm_mlx.tokenizer import Tokenizer
 from openelm_mlx.tuning_pairs import EvalPairBatches, PairArgs, load_pairs
 from openelm_mlx.validation import evaluate
@@ -52,20 +51,12 @@ def road(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if blas.mlx_backend() == "cpu" and not blas.status.startswith("loaded"):
         pytest.skip(f"would take long: {blas.status}")
     folder = tmp_path_factory.mktemp("road")
-    _write(folder / "text", ({"text": text} for text in documents()), every=100)
-    _write(folder / "questions", question_answers(), every=12)
-    _write(folder / "pairs", list(preferences())[:500], every=12)
+    write_split(folder / "text", ({"text": text} for text in documents()), every=100)
+    write_split(folder / "questions", question_answers())
+    write_split(folder / "pairs", list(preferences())[:500])
     for name, recipe in (("pretrain", MODEL | PRETRAIN), ("finetune", FINETUNE), ("dpo", DPO)):
         (folder / f"{name}.yaml").write_text(json.dumps(recipe))
     return folder
-
-
-def _write(folder: Path, records: Iterable[Mapping[str, Any]], *, every: int) -> None:
-    """Training and validation records, the latter every so many."""
-    folder.mkdir()
-    lines = [json.dumps(record) + "\n" for record in records]
-    (folder / "train.jsonl").write_text("".join(line for i, line in enumerate(lines) if i % every))
-    (folder / "valid.jsonl").write_text("".join(lines[::every]))
 
 
 def unigram_entropy(file: Path, tokenizer: Tokenizer) -> float:
