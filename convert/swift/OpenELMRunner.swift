@@ -73,7 +73,7 @@ public actor OpenELMRunner {
         }
     }
 
-    private func run(_ ids: [Int], _ maxTokens: Int, _ yield: @Sendable (String) -> Void) async throws {
+    private func run(_ ids: [Int], _ maxTokens: Int, _ emit: @Sendable (String) -> Void) async throws {
         var text = TextStream(tokenizer: tokenizer, stop: settings.stop)
         var seen = ids
         var logits = try feed(all: ids)
@@ -81,13 +81,13 @@ public actor OpenELMRunner {
             let token = Self.pick(logits, seen, settings)
             if settings.eosTokenIds.contains(token) { break }
             seen.append(token)
-            yield(text.add(token))
+            emit(text.add(token))
             if text.stopped || count == maxTokens || Task.isCancelled { break }
-            if seen.count > settings.context { yield(text.finish()) }  // and `feed` throws
+            if seen.count > settings.context { emit(text.finish()) }  // and `feed` throws
             logits = try feed(all: seen)
             await Task.yield()
         }
-        yield(text.finish())
+        emit(text.finish())
     }
 
     /// Makes the cache hold exactly `ids` and returns the logits after the last of them. What the

@@ -184,6 +184,11 @@ def test_the_runner_is_short_and_uses_the_names_of_the_package(bundle: Path) -> 
     keys = {re.sub(r"[A-Z]", lambda m: "_" + m[0].lower(), key) for key in _decoded_keys(text)}
     assert keys <= set(read(bundle, "generation.json"))
     assert text.count("makeState()") == 1
+    card = (bundle / "README.md").read_text(encoding="utf-8")
+    assert "try await OpenELMRunner(model: model, bundle: files)" in card
+    assert "public init(model: URL, bundle: URL, computeUnits" in text
+    assert 'try await runner.generate("Once upon a time", maxTokens: 64)' in card
+    assert "public func generate(_ prompt: String, maxTokens: Int" in text
 
 
 def _decoded_keys(swift: str) -> list[str]:
