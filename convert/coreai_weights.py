@@ -28,6 +28,7 @@ KINDS = {
     "mlx-fp32": mx.float32,
 }
 CODE_BITS = (4, 8)
+_STRIP = 64  # rows
 
 
 class Matrix(Protocol):
@@ -124,7 +125,7 @@ class _Dense:
     def __init__(self, ops: Ops, weight: mx.array, name: str) -> None:
         self._ops = ops
         self._width = weight.shape[1]
-        self._value = ops.program.constant(numpy_view(weight.T), name)
+        self._value = ops.program.constant(_transposed(numpy_view(weight)), name)
 
     def multiply(self, x: Value) -> Value:
         return self._ops.matmul(x, self._value)
@@ -169,3 +170,11 @@ def numpy_view(array: mx.array) -> Any:
     array = mx.contiguous(array)
     mx.eval(array)
     return np.asarray(array)
+
+
+def _transposed(array: np.ndarray) -> np.ndarray:
+    """A contiguous (I, O) copy of (O, I), in strips: NumPy's own way takes four times as long."""
+    out = np.empty(array.shape[::-1], array.dtype)
+    for start in range(0, len(array), _STRIP):
+        out[:, start : start + _STRIP] = array[start : start + _STRIP].T
+    return out
