@@ -11,10 +11,12 @@ import numpy as np
 
 INT4_BLOCK = 32
 _INTEGER = 0.01  # of a step: an offset this near an integer is stored as one
-_STEP = 0.1  # of a step: the most that rounding scale and offset may move a weight,
-_RELATIVE = 2.0**-10  # or this much of the largest weight of its group (or of the usual group)
+_RELATIVE = 2.0**-10  # of a group's largest weight: what rounding to float16 may move one,
+_SAID = 0.1  # or so much of a step; beyond this a note says so,
+_REFUSED = 0.5  # and beyond this the matrix is refused
 _CHUNK = 1 << 18  # weights worked on at a time: they stay in the processor's cache
 _SHRINK = (1.0, 0.95, 0.9, 0.875, 0.85, 0.8, 0.75, 0.7)  # clipping ranges tried for int4
+_TINY = "some scales are so small that float16 rounds them by up to half a step of a weight"
 DEQUANTIZE = "make a plain copy with `openelm fuse --dequantize` first"
 
 
@@ -159,8 +161,7 @@ def carry(codes: np.ndarray, scales: np.ndarray, biases: np.ndarray, bits: int) 
     mirrored = scale < 0  # s (q - z) = -s ((top - q) - (top - z)); of signed codes: -1 - q
     signed[mirrored] = -1 - signed[mirrored]
     scale, zero = np.abs(scale), np.where(mirrored, top - zero, zero) - half
-    odd = ~(np.abs(zero) <= 2.0**stored) | ((scale < 2.0**-14) & (scale > 0))
-    _restate_constant(signed, scale, zero, bias, odd)
+    _restate_constant(signed, scale, zero, bias)
     return _with_offset(signed.reshape(codes.shape), scale, zero, stored, _widened(bits, stored))
 
 
@@ -171,19 +172,20 @@ def _widened(bits: int, stored: int) -> str:
 
 
 def _restate_constant(
-    signed: np.ndarray, scale: np.ndarray, zero: np.ndarray, bias: np.ndarray, odd: np.ndarray
+    signed: np.ndarray, scale: np.ndarray, zero: np.ndarray, bias: np.ndarray
 ) -> None:
-    """A group of one weight throughout, which MLX stores with a tiny scale: in place."""
-    for row, group in np.argwhere(odd):
-        block, code = signed[row, group], signed[row, group, 0]
-        if scale[row, group] == 0 and bias[row, group] == 0:
-            zero[row, group] = 0
-        elif (block == code).all():
-            steps, step = code - zero[row, group], scale[row, group]
-            value = step * steps if step else bias[row, group]
-            if (value > 0) == (code < 0):  # mirrored, so that the offset stays in the type's range
-                block[:] = code = -1 - code
-            scale[row, group], zero[row, group] = abs(value), code - np.sign(value)
+    """Groups of one weight throughout, which MLX stores with a tiny scale or none: in place."""
+    odd = ~(np.abs(zero) < 2.0**11) | (scale < 2.0**-14)
+    block, step, offset = signed[odd], scale[odd], zero[odd]
+    code = block[:, 0].copy()
+    same = (block == code[:, None]).all(axis=1)
+    with np.errstate(invalid="ignore"):
+        value = np.where(step > 0, step * (code - offset), bias[odd])
+    code = np.where((value > 0) == (code < 0), -1 - code, code)  # the offset stays in range
+    block[same] = code[same, None]
+    signed[odd] = block
+    scale[odd] = np.where(same, np.abs(value), step)
+    zero[odd] = np.where(same, code - np.sign(value), offset)
 
 
 def _with_offset(
@@ -197,21 +199,26 @@ def _with_offset(
         offset = whole.astype(np.int8) if integer.all() else zero.astype(np.float16)
     if offset.dtype == np.float16:
         note = "; ".join(filter(None, [note, "offsets are float16: some are not integers"]))
-    _check_held(scale, zero, small, offset, stored)
+    if _moved(scale, zero, small, offset, stored) > _SAID:
+        note = "; ".join(filter(None, [note, _TINY]))
     result = Codes(codes=codes, bits=stored, scale=small, offset=offset, note=note)
     return result if offset.any() else replace(result, offset=None)
 
 
-def _check_held(
+def _moved(
     scale: np.ndarray, zero: np.ndarray, small: np.ndarray, offset: np.ndarray, stored: int
-) -> None:
-    """Refuse where rounding scale and offset to float16 moves weights beyond the tolerance."""
-    reach = np.abs(zero) + 2 ** (stored - 1)  # of the largest code from the offset, in steps
+) -> float:
+    """How far float16 scales and offsets move a weight, in steps; 0 where float16 would anyhow.
+
+    Raises:
+        ValueError: if that is more than half a step.
+    """
+    reach = np.abs(zero) + 2 ** (stored - 1)  # of the farthest code from the offset, in steps
     with np.errstate(invalid="ignore", over="ignore"):
         moved = np.abs(small - scale) * reach + small * np.abs(offset - zero)
-        usual = np.mean(scale * reach)
-        allowed = np.maximum(_STEP * scale, _RELATIVE * np.maximum(scale * reach, usual))
-        beyond = ~(moved <= allowed)
+        largest = np.maximum(scale * reach, np.mean(scale * reach))  # at least a usual group's
+        moved = np.where(moved <= _RELATIVE * largest, 0, moved)
+        beyond = ~(moved <= _REFUSED * scale)
     if beyond.any():
         row, group = np.argwhere(beyond)[0]
         raise ValueError(
@@ -219,3 +226,4 @@ def _check_held(
             f"{zero[row, group]:.3g}, which float16 does not hold ({int(beyond.sum())} such "
             f"groups); {DEQUANTIZE}"
         )
+    return float(np.max(moved / np.maximum(scale, 2.0**-149), initial=0))

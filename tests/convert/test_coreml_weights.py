@@ -146,6 +146,16 @@ def test_scales_beyond_float16_are_refused_naming_the_way_out() -> None:
         from_mlx(packed, mx.abs(scales), -1e5 * mx.abs(scales), 4, 64)
 
 
+def test_scales_below_float16_normal_range_are_noted_and_then_refused() -> None:
+    def carried(size: float) -> StoredWeight:
+        return from_mlx(*mx.quantize(mx.array(matrix() * size), group_size=64, bits=8), 8, 64)
+
+    assert "half a step" not in carried(1).note
+    assert "half a step" in carried(0.07).note
+    with pytest.raises(ValueError, match="--dequantize"):
+        carried(0.003)
+
+
 def test_unknown_bits_and_mismatched_shapes_are_refused() -> None:
     packed, scales, biases = mx.quantize(mx.array(matrix()), group_size=64, bits=4)
     with pytest.raises(ValueError, match=r"7 bits .* 2, 3, 4, 5, 6, 8.*--dequantize"):
