@@ -5,6 +5,7 @@ float32 on exactly the weights that the bundle stores. n tokens, V vocabulary.
 """
 
 import json
+import logging
 import platform
 import time
 from collections.abc import Sequence
@@ -22,11 +23,16 @@ from convert.coreai_weights import settle, widen
 from openelm_mlx.atomic import atomic_file
 from openelm_mlx.model import Model
 
+logger = logging.getLogger(__name__)
+
 LIMITS = {"fp32": 1e-4, "mlx-fp32": 1e-4, "fp16": 0.3, "mlx": 0.3}
 _USUAL_LOGIT = 5.0  # the limits hold for logits up to this, and grow with larger ones
-_TOKENS = 32
-_WORK = {"fp32": 4e10, "mlx-fp32": 4e9, "fp16": 4e9, "mlx": 2e9}  # parameters x tokens a minute
-_FEWEST = 4
+_TOKENS, _FEWEST = 32, 4
+# Seconds that Apple's Linux runtime takes for a token and a parameter, and for a call and a
+# parameter (float16 is a plain loop there, codes are dequantised at each call); measured at 270M.
+_A_TOKEN = {"fp32": 1e-9, "mlx-fp32": 1e-9, "fp16": 33e-9, "mlx": 33e-9}
+_A_CALL = {"fp32": 0, "mlx-fp32": 18e-9, "fp16": 0, "mlx": 18e-9}
+_PATIENCE = 120.0  # seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +109,21 @@ def verify(
 
 
 def _count(tokens: int | None, bundle: Bundle, weights: str, parameters: int) -> int:
-    if tokens is None:
-        tokens = max(_FEWEST, min(_TOKENS, int(_WORK[weights] / parameters)))
-        return min(tokens, bundle.context)
-    if not _FEWEST <= tokens <= bundle.context:
+    """How many tokens to send: the asked number, or as many as ``_PATIENCE`` allows."""
+    if tokens is not None and not _FEWEST <= tokens <= bundle.context:
         raise ValueError(
             f"--tokens {tokens} is not between {_FEWEST} and the context of {bundle.context}"
+        )
+    a_token, a_call = _A_TOKEN[weights] * parameters, _A_CALL[weights] * parameters
+    once = 3 * a_token + a_call  # a token more is a call more in one of three ways
+    if tokens is None:
+        wanted = int((_PATIENCE - 4 * a_call) / once)
+        tokens = min(max(_FEWEST, min(_TOKENS, wanted)), bundle.context)
+    minutes = (tokens * once + 4 * a_call) / 60
+    if minutes > 1 and platform.system() == "Linux":
+        logger.info(
+            "Apple's Linux runtime is slow with %s weights: %d tokens may take %.0f minutes",
+            *(weights, tokens, minutes),
         )
     return tokens
 

@@ -15,8 +15,10 @@ from convert import coreai_verify
 from convert.coreai_export import Export, export
 from convert.coreai_runner import Bundle, Runner
 from openelm_mlx.adapter_args import AdapterArgs
+from openelm_mlx.bundle_scoring import bundle_scorer
 from openelm_mlx.checkpoint import load_model, save_model
 from openelm_mlx.lora import add_adapters, get_module, save_adapters
+from openelm_mlx.token_scoring import ModelScorer, Window
 from openelm_mlx.tokenizer import Tokenizer
 
 pytestmark = needs_coreai
@@ -120,6 +122,21 @@ def test_what_does_not_hold_is_not_kept(
 
 
 @pytest.mark.slow
+def test_text_scores_as_with_mlx(made: Export, complete_dir: Path) -> None:
+    window = Window(ids=random_tokens(1, 20, 320)[0].tolist(), first=3)
+    scorer = bundle_scorer(made.folder)
+    try:
+        assert (scorer.context, scorer.vocab_size) == (2048, 320)
+        (found,), greedy = scorer.score([window]), scorer.greedy([1, 5], 4)
+    finally:
+        scorer.close()
+    judge = ModelScorer(load_model(complete_dir))
+    (expected,) = judge.score([window])
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4, rtol=0)
+    assert greedy == judge.greedy([1, 5], 4)
+
+
+@pytest.mark.slow
 def test_adapters_are_fused(
     complete_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,6 +193,16 @@ def test_missing_parts_and_other_metadata_are_told(bundle: Path, tmp_path: Path)
     metadata.write_text("{}")
     with pytest.raises(ValueError, match="does not describe a language model"):
         Bundle.open(bundle)
+
+
+@pytest.mark.parametrize(
+    ("weights", "parameters", "tokens"),
+    [("fp32", 270_000_000, 32), ("fp16", 270_000_000, 4), ("mlx", 270_000_000, 4), ("mlx", 10, 32)],
+)
+def test_few_tokens_go_through_a_slow_runtime(
+    made: Export, weights: str, parameters: int, tokens: int
+) -> None:
+    assert coreai_verify._count(None, Bundle.open(made.folder), weights, parameters) == tokens
 
 
 @pytest.mark.parametrize(("tokens", "message"), [(3, "is not between 4 and"), (4, None)])
