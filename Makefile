@@ -8,10 +8,10 @@ BIN := $(VENV)/bin
 CANDIDATES := $(if $(PYTHON),$(PYTHON),python3.13 python3.12 python3.11 python3 python)
 ifeq ($(shell uname -s),Darwin)
 BACKEND ?= metal
-EXTRAS := data,plot,dev
+EXTRAS := data,eval,plot,dev
 else
 BACKEND ?= cpu
-EXTRAS := $(BACKEND),data,plot,dev
+EXTRAS := $(BACKEND),data,eval,plot,dev
 endif
 READY := $(VENV)/.ready-$(BACKEND)
 

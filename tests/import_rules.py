@@ -20,8 +20,8 @@ LAYERS = {
     "foundation": "atomic blas",
     "0": """cache chat_template compressed config config_check detokenizer distributed doctor
         document_stream evaluation_args graph_count hub interrupts losses metrics mismatch optim
-        plots preference_args python_text recipe
-        recipe_flags recipe_values run_flags sampling scaling sentencepiece_json text_files
+        plots preference_args published python_text recipe
+        recipe_flags recipe_values run_flags sampling scaling scoring_plan sentencepiece_json text_files
         text_filters text_formats tokenizer tokenizer_backends tokenizer_codec
         tokenizer_files tokenizer_search watchdog
         convert.coreai_runner convert.dtypes convert.licence
@@ -37,9 +37,9 @@ LAYERS = {
         packing_plan training_args tuning_args tuning_batches tuning_data tuning_files
         tuning_formats tuning_lengths tuning_pairs tuning_tokens weight_files""",
     "2": """adapter_args adapter_embeddings adapter_files adapter_fuse adapter_layers fitting lora
-        rank_checks sharding""",
+        rank_checks scoring sharding""",
     "3": "checkpoint evaluation_record objectives training_state tuning_settings",
-    "4": """decoding draft_model non_finite perplexity preference progress proposals replay
+    "4": """commonsense decoding draft_model non_finite perplexity preference progress proposals replay
         run_folder speculative stepwise_scoring token_scoring trainer training_step validation
         convert.adapter_merge convert.average convert.coreai convert.coreai_api
         convert.coreai_bundle convert.coreai_engine convert.coreai_export convert.coreai_graph
@@ -57,7 +57,7 @@ LAYERS = {
         convert.source""",
     "5": """batch batch_file bundle_scoring chat checkpoint_finder checkpoint_scores comparison
         comparison_report dpo dpo_run evaluate evaluation finetune fuse fuse_report generate
-        generation_settings info package_scoring pretrain pretrain_run pretrain_settings
+        generation_settings info lm_harness lm_tasks package_scoring pretrain pretrain_run pretrain_settings
         scored_models serve server server_generation suites tokenizer_training tuning_run""",
     "6": """bench bench_cases bench_report bench_run bench_shared bench_start bench_training
         bench_work check_release demo plot_command convert.coreml_run""",
@@ -77,6 +77,8 @@ FAMILIES = (
     "bench* plot_command",
     """bundle_scoring checkpoint_finder checkpoint_scores comparison* evaluat* package_scoring
         pretrain_settings scored_models suites""",
+    "lm_* suites",
+    "batch generation_settings lm_harness",
     "perplexity *_scoring decoding",
     "dpo dpo_run finetune tuning_run",  # the same models tuned on other data
     "metrics plots plots_*",
