@@ -23,6 +23,8 @@ from openelm_mlx.checkpoint import load
 from openelm_mlx.config import ModelArgs
 from openelm_mlx.model import Model
 
+_MEASURING = ("against", "cases", "full", "dtype", "output")  # flags that saved numbers do not need
+
 
 def bench(args: argparse.Namespace) -> int:
     """Measure and print a table on standard output, or show saved numbers.
@@ -153,8 +155,9 @@ def _limit_words(limits: Limits | None) -> str:
 
 def _show(args: argparse.Namespace) -> int:
     """Print saved numbers as Markdown, and draw them where asked for."""
-    if args.output:
-        raise ValueError("--output has nothing to write with --results; leave it out")
+    given = [f"--{name}" for name in _MEASURING if getattr(args, name)]
+    if given:
+        raise ValueError(f"{', '.join(given)} has no effect with --results; leave it out")
     reports = [read_report(file) for file in args.results]
     sys.stdout.write(markdown(reports))
     _draw(args, reports)

@@ -28,13 +28,15 @@ STAND_INS: dict[str, str] = {
 }
 FOR_COMMAND: dict[str, dict[str, str]] = {
     "dpo": {"PATH": "pairs"},
-    "bench": {"--size": "--model", "270M": "tiny"},
+    "bench": {
+        **{"--size": "--model", "270M": "tiny"},
+        "mlx_lm": "mlx_lm --cases kernels --trials 1",
+    },
     "convert corenet": {"--preset": "--config", "270M": "checkpoint_average.yaml"},
     "convert peft": {"DIR": "peft-adapters"},
 }
 # Flags at the end of a command, where later ones win, that keep it small.
 SMALLER: dict[str, str] = {
-    "bench": "--cases kernels --trials 1",
     "chat": "--max-tokens 4",
     "convert corenet": "--config checkpoint_average.yaml",
     "convert coreml": "--context 64 --prefill 8",

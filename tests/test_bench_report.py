@@ -130,6 +130,14 @@ def test_saved_numbers_become_a_table_with_command_machine_and_what_the_paper_re
     assert "450M" not in reported
 
 
+@pytest.mark.parametrize("flag", [["--full"], ["--output", "x.json"], ["--cases", "host"]])
+def test_flags_of_measuring_are_refused_with_saved_numbers(
+    flag: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = run_here(capsys, "bench", "--results", "numbers.json", *flag)
+    assert refused.error == f"{flag[0]} has no effect with --results; leave it out"
+
+
 def test_a_model_that_the_paper_does_not_know_gets_no_reported_numbers() -> None:
     assert "reported" not in markdown([{"model": "mine", "rows": [row("openelm", 3)]}])
     assert set(REPORTED) == {"270M", "450M", "1.1B", "3B"}
