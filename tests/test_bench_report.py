@@ -92,6 +92,20 @@ def test_on_a_cpu_shares_are_not_measured() -> None:
     assert "%" not in render(row("openelm", 200, **found))
 
 
+def test_on_a_mac_the_table_says_what_the_shares_are_of(
+    complete_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No Mac here: its limits are put in the place of those that are looked up."""
+    limits = Limits(gb_per_s=bandwidth_of({"device_name": "Apple M2 Max"}), tflop_per_s=12.0)
+    monkeypatch.setattr("openelm_mlx.bench_run.device_limits", lambda _: limits)
+    outcome = run_here(
+        capsys, "bench", "--model", complete_dir, "--cases", "prefill-512", "--trials", 1
+    )
+    assert outcome.code == 0, outcome.err
+    assert "memory bandwidth 400 GB/s, the maker's number; 12.0 TFLOP/s" in outcome.out
+    assert "% of bandwidth" in outcome.out
+
+
 def test_bandwidth_goes_by_the_name_of_the_device() -> None:
     assert bandwidth_of({"device_name": "Apple M2 Max", "memory_size": 1}) == 400
     assert bandwidth_of({"device_name": "Apple M1"}) == 68.25
