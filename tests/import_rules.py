@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from pathlib import Path
 
 import openelm_mlx
@@ -21,14 +22,15 @@ LAYERS = {
     "0": """cache chat_template compressed config config_check detokenizer distributed doctor
         document_stream evaluation_args graph_count hub interrupts losses metrics mismatch optim
         plots preference_args published python_text recipe
-        recipe_flags recipe_values run_flags sampling scaling scoring_plan sentencepiece_json text_files
-        text_filters text_formats tokenizer tokenizer_backends tokenizer_codec
+        recipe_flags recipe_values run_flags sampling scaling scoring_plan sentencepiece_json
+        text_files text_filters text_formats tokenizer tokenizer_backends tokenizer_codec
         tokenizer_files tokenizer_search watchdog
         convert.coreai_runner convert.dtypes convert.licence
         convert.mil_blob convert.mil_constants convert.mil_eval convert.mil_features
         convert.mil_findings convert.mil_ops convert.mil_ops_compressed
         convert.mil_ops_elementwise convert.mil_ops_index convert.mil_ops_matrix
-        convert.mil_ops_reduce convert.mil_ops_shapes convert.mil_package convert.mil_tools convert.mil_plan
+        convert.mil_ops_reduce convert.mil_ops_shapes convert.mil_package
+        convert.mil_tools convert.mil_plan
         convert.mil_types
         convert.names convert.pt_archive convert.pt_containers convert.pt_dtypes
         convert.pt_file convert.pt_globals convert.pt_numpy convert.pt_tensor
@@ -39,8 +41,8 @@ LAYERS = {
     "2": """adapter_args adapter_embeddings adapter_files adapter_fuse adapter_layers fitting lora
         rank_checks scoring sharding""",
     "3": "checkpoint evaluation_record objectives training_state tuning_settings",
-    "4": """commonsense decoding draft_model non_finite perplexity preference progress proposals replay
-        run_folder speculative stepwise_scoring token_scoring trainer training_step validation
+    "4": """commonsense decoding draft_model non_finite perplexity preference progress proposals
+        replay run_folder speculative stepwise_scoring token_scoring trainer training_step validation
         convert.adapter_merge convert.average convert.coreai convert.coreai_api
         convert.coreai_bundle convert.coreai_engine convert.coreai_export convert.coreai_graph
         convert.coreai_ops convert.coreai_span convert.coreai_verify convert.coreai_weights
@@ -57,9 +59,10 @@ LAYERS = {
         convert.source""",
     "5": """batch batch_file bundle_scoring chat checkpoint_finder checkpoint_scores comparison
         comparison_report dpo dpo_run evaluate evaluation finetune fuse fuse_report generate
-        generation_settings info lm_harness lm_tasks package_scoring pretrain pretrain_run pretrain_settings
-        scored_models serve server server_generation suites tokenizer_training tuning_run""",
-    "6": """bench bench_cases bench_report bench_run bench_shared bench_start bench_training
+        generation_settings info lm_harness lm_tasks package_scoring pretrain pretrain_run
+        pretrain_settings scored_models serve server server_generation suites tokenizer_training tuning_run""",
+    "6": """bench bench_cases bench_evaluation bench_report bench_run bench_shared
+        bench_start bench_training
         bench_work check_release demo plot_command convert.coreml_run""",
     "7": "cli convert.cli",
 }
@@ -165,24 +168,30 @@ def sources(root: Path = ROOT) -> dict[str, str]:
 
 def imports(source: str, modules: set[str]) -> Iterator[Import]:
     """All import statements of a module, wherever they stand."""
+    for node, deferred, for_types in _statements(source):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        else:
+            prefix = "." * node.level + (node.module or "")
+            targets = [_reached(prefix, alias.name, modules) for alias in node.names]
+        for target in targets:
+            yield Import(target=target, line=node.lineno, deferred=deferred, for_types=for_types)
+
+
+@lru_cache(maxsize=512)
+def _statements(source: str) -> list[tuple[ast.Import | ast.ImportFrom, bool, bool]]:
+    """The statements, and whether each is deferred and for types; parsed once for all tests."""
     tree = ast.parse(source)
     nodes = list(ast.walk(tree))
     functions = [n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     typing = [n for n in nodes if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
     in_functions = {id(n) for function in functions for n in ast.walk(function)}
     in_typing = {id(n) for block in typing for n in ast.walk(block)}
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            targets = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            prefix = "." * node.level + (node.module or "")
-            targets = [_reached(prefix, alias.name, modules) for alias in node.names]
-        else:
-            continue
-        for_types = id(node) in in_typing
-        for target in targets:
-            deferred = for_types or id(node) in in_functions
-            yield Import(target=target, line=node.lineno, deferred=deferred, for_types=for_types)
+    return [
+        (node, id(node) in in_typing or id(node) in in_functions, id(node) in in_typing)
+        for node in nodes
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
 
 
 def _reached(module: str, name: str, modules: set[str]) -> str:
