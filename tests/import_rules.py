@@ -42,7 +42,8 @@ LAYERS = {
         rank_checks scoring sharding""",
     "3": "checkpoint evaluation_record objectives training_state tuning_settings",
     "4": """commonsense decoding draft_model non_finite perplexity preference progress proposals
-        replay run_folder speculative stepwise_scoring token_scoring trainer training_step validation
+        replay run_folder speculative stepwise_scoring token_scoring trainer training_step
+        validation
         convert.adapter_merge convert.average convert.coreai convert.coreai_api
         convert.coreai_bundle convert.coreai_engine convert.coreai_export convert.coreai_graph
         convert.coreai_ops convert.coreai_span convert.coreai_verify convert.coreai_weights
@@ -60,7 +61,8 @@ LAYERS = {
     "5": """batch batch_file bundle_scoring chat checkpoint_finder checkpoint_scores comparison
         comparison_report dpo dpo_run evaluate evaluation finetune fuse fuse_report generate
         generation_settings info lm_harness lm_tasks package_scoring pretrain pretrain_run
-        pretrain_settings scored_models serve server server_generation suites tokenizer_training tuning_run""",
+        pretrain_settings scored_models serve server server_generation suites
+        tokenizer_training tuning_run""",
     "6": """bench bench_cases bench_evaluation bench_report bench_run bench_shared
         bench_start bench_training
         bench_work check_release demo plot_command convert.coreml_run""",
