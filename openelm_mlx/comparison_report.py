@@ -106,9 +106,10 @@ def render_chart(result: Mapping[str, Any], path: Path) -> bool:
         return False
     sample = next(iter(result["samples"]), None)
     names = short_names(list(result["models"]))
-    figure = new_figure(max(8.0, 2.3 * len(rows)), 5.5 if sample else 4.0)
-    parts: Any = figure.subfigures(2, 1, height_ratios=[3, 1.3]) if sample else [figure]
-    panels = parts[0].subplots(1, len(_BARS))
+    bars = 1.0 + 0.4 * len(rows)
+    figure = new_figure(max(9.0, 1.9 * len(rows)), bars + (2.0 if sample else 0.5))
+    parts: Any = figure.subfigures(2, 1, height_ratios=[bars, 1.8]) if sample else [figure]
+    panels = parts[0].subplots(1, len(_BARS), sharey=True)
     for axes, (key, label, unit, written) in zip(panels, _BARS, strict=True):
         _bars(axes, names, [row[key] / unit for row in rows], label, written)
     if sample:
@@ -130,15 +131,16 @@ def short_names(names: Sequence[str]) -> list[str]:
 def _bars(
     axes: Any, names: Sequence[str], values: Sequence[float], label: str, written: str
 ) -> None:
-    drawn = axes.bar(
+    drawn = axes.barh(
         range(len(names)),
         values,
         color=[COLOURS[i % len(COLOURS)] for i in range(len(names))],
         edgecolor="black",
     )
-    axes.bar_label(drawn, [written.format(value) for value in values], fontsize=8)
-    axes.set_xticks(range(len(names)), [_wrapped(n, _NAME // 2) for n in names], fontsize=7)
-    axes.margins(y=0.15)
+    axes.bar_label(drawn, [written.format(value) for value in values], fontsize=8, padding=3)
+    axes.set_yticks(range(len(names)), [_wrapped(name, _NAME) for name in names], fontsize=8)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.margins(x=0.25)
     axes.set_title(label, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
 
