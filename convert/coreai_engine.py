@@ -10,6 +10,7 @@ import asyncio
 import os
 import pickle
 import sys
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,12 @@ class Engine:
         self._stack = AsyncExitStack()
         self._context, self._seen = context, 0
         loading = authoring().AIModelAsset.load(asset).executable()
+        from coreai.runtime import NDArray
+
+        self._array: Callable[[np.ndarray], Any] = NDArray
         model = self._loop.run_until_complete(self._stack.enter_async_context(loading))
         self._function = model.load_function("main")
-        self._caches: dict[str, np.ndarray] = {}
+        self._caches: dict[str, Any] = {}  # the runtime's arrays, which it changes in place
         self.reset()
 
     def reset(self) -> None:
@@ -45,7 +49,7 @@ class Engine:
         describe = self._function.desc.state_descriptor
         for name in self._function.desc.state_names:
             shape = [min(FIRST_ROOM, self._context) if n < 0 else n for n in describe(name).shape]
-            self._caches[name] = np.zeros(shape, describe(name).dtype)
+            self._caches[name] = self._array(np.zeros(shape, describe(name).dtype))
 
     def step(self, ids: np.ndarray) -> np.ndarray:
         """Run T tokens.
@@ -75,25 +79,23 @@ class Engine:
         self._loop.run_until_complete(self._stack.aclose())
 
     async def _run(self, ids: np.ndarray, total: int) -> np.ndarray:
-        from coreai.runtime import NDArray
-
-        inputs = {"input_ids": ids[None], "position_ids": np.arange(total, dtype=np.int32)[None]}
-        state = {name: NDArray(cache) for name, cache in self._caches.items()}
+        inputs = {"input_ids": ids, "position_ids": np.arange(total, dtype=np.int32)}
         results = await self._function(
-            inputs={name: NDArray(array) for name, array in inputs.items()}, state=state
+            inputs={name: self._array(array[None]) for name, array in inputs.items()},
+            state=self._caches,
         )
-        self._caches = {name: array.numpy() for name, array in state.items()}
         return np.array(results["logits"].numpy()[0])
 
     def _make_room(self, tokens: int) -> None:
-        for name, cache in self._caches.items():
-            room = cache.shape[3]
+        for name, array in self._caches.items():
+            room = array.shape[3]
             while room < tokens:
                 room = min(2 * room, self._context)
-            if room > cache.shape[3]:
+            if room > array.shape[3]:
+                cache = array.numpy()
                 grown = np.zeros((*cache.shape[:3], room, cache.shape[4]), cache.dtype)
                 grown[:, :, :, : cache.shape[3]] = cache
-                self._caches[name] = grown
+                self._caches[name] = self._array(grown)
 
 
 def serve(asset: Path, context: int) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from convert.coreai_api import DYNAMIC, Program, Tensor, Value
 from convert.coreai_ops import Ops
-from convert.coreai_span import Span, rotary_table
+from convert.coreai_span import Memory, Span, rotary_table
 from convert.coreai_weights import KINDS, Matrix, matrix, numpy_view
 from openelm_mlx.model import MLP, Attention, Model
 
@@ -26,7 +26,6 @@ INPUTS = ("input_ids", "position_ids")  # the names that Apple's Swift package k
 STATES = ("keyCache", "valueCache")
 OUTPUT = "logits"
 
-Caches = tuple[Value, Value]
 Results = dict[str, Value]
 
 
@@ -52,7 +51,6 @@ class _Decoder:
 
     def __init__(self, ops: Ops, model: Model) -> None:
         self._ops, self._model, self._args = ops, model, model.args
-        self._caches: Caches = (None, None)
 
     def forward(
         self, ids: Value, positions: Value, keys: Value, values: Value
@@ -62,21 +60,20 @@ class _Decoder:
         angles = rotary_table(args.max_context_length, args.head_dim, args.rope_freq_constant)
         span = Span(ops, ids, positions, ops.program.constant(angles, "rope"))
         table = self._matrix(stack.token_embeddings, "token_embeddings")
-        self._caches = (keys, values)
-        h, first = ops.wide(table.rows(ids)), 0  # (1, T, D) and the layer's first head in the cache
+        memory = Memory(ops, span, (keys, values))
+        h = ops.wide(table.rows(ids))  # (1, T, D)
         for i, layer in enumerate(stack.layers):
             name = f"layers.{i}"
             x = ops.narrow(self._norm(h, layer.attn_norm, f"{name}.attn_norm"))
-            h = ops.add(h, ops.wide(self._attention(layer.attn, x, span, first, f"{name}.attn")))
+            h = ops.add(h, ops.wide(self._attention(layer.attn, x, span, memory, f"{name}.attn")))
             x = ops.narrow(self._norm(h, layer.ffn_norm, f"{name}.ffn_norm"))
             h = ops.add(h, ops.wide(self._feed_forward(layer.ffn, x, f"{name}.ffn")))
-            first += layer.attn.num_kv_heads
         head = self._matrix(self._model.lm_head, "lm_head") if "lm_head" in self._model else table
         logits = head.multiply(ops.narrow(self._norm(h, stack.norm, "norm")))
-        return {OUTPUT: logits}, dict(zip(STATES, self._caches, strict=True))
+        return {OUTPUT: logits}, dict(zip(STATES, memory.written(), strict=True))
 
-    def _attention(self, attn: Attention, x: Value, span: Span, first: int, name: str) -> Value:
-        """(1, T, D) -> (1, T, D), and new keys and values in the caches."""
+    def _attention(self, attn: Attention, x: Value, span: Span, memory: Memory, name: str) -> Value:
+        """(1, T, D) -> (1, T, D); what is new goes into ``memory``."""
         ops, H, K, E = self._ops, attn.num_heads, attn.num_kv_heads, attn.head_dim
         qkv = self._matrix(attn.qkv_proj, f"{name}.qkv_proj").multiply(x)
         qkv = ops.transpose(ops.reshape(qkv, 1, -1, H + 2 * K, E), 0, 2, 1, 3)
@@ -86,11 +83,7 @@ class _Decoder:
             q = self._norm(q, attn.q_norm, f"{name}.q_norm")
             k = self._norm(k, attn.k_norm, f"{name}.k_norm")
         q = ops.narrow(ops.mul(span.rotate(q), np.float32(E**-0.5)))
-        new = (ops.narrow(span.rotate(k)), v)
-        self._caches = tuple(
-            span.write(cache, x, first) for cache, x in zip(self._caches, new, strict=True)
-        )
-        keys, values = (span.read(cache, first, K, E) for cache in self._caches)
+        keys, values = memory.extend(ops.narrow(span.rotate(k)), v)
         q = ops.reshape(q, 1, K, H // K, -1, E)  # (1, K, G, T, E)
         scores = ops.wide(ops.matmul(q, ops.transpose(keys, 0, 1, 2, 4, 3)))  # (1, K, G, T, S)
         shares = ops.narrow(ops.softmax(ops.add(scores, span.mask)))

@@ -4,12 +4,13 @@ T new tokens, S cached + new, R room in the cache, C context, E head_dim, K head
 All follows from the shapes (1, T) and (1, S) of the inputs and the values of the positions.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from convert.coreai_api import Value
-from convert.coreai_ops import Index, Ops
+from convert.coreai_ops import Ops
 
 _HIDDEN = -3e4  # added where a token may not look: exp gives 0, and float16 could hold it
 
@@ -22,14 +23,19 @@ class Span:
         ids: (1, T) int32.
         positions: (1, S) int32.
         table: (C, E) float32 from :func:`rotary_table`.
+
+    Attributes:
+        start: the first new position, (1,) int32.
+        stop: S, likewise.
+        mask: (T, S) float32, to be added to scores: 0 where a token may look.
     """
 
     def __init__(self, ops: Ops, ids: Value, positions: Value, table: Value) -> None:
         self._ops = ops
-        self._stop = ops.size(positions, 1)
-        self._start = ops.sub(self._stop, ops.size(ids, 1))
+        self.stop = ops.size(positions, 1)
+        self.start = ops.sub(self.stop, ops.size(ids, 1))
         every = ops.reshape(positions, -1)
-        new = ops.reshape(ops.slice(every, [self._start], [self._stop]), -1, 1)  # (T, 1)
+        new = ops.reshape(ops.slice(every, [self.start], [self.stop]), -1, 1)  # (T, 1)
         self._half = table.type.shape[1] // 2
         angles = ops.face.gather_nd(table, new)  # (T, E)
         self._cos = ops.part(angles, 1, 0, self._half, 2)
@@ -39,7 +45,7 @@ class Span:
     def _mask(self, new: Value) -> Value:
         """(T, S) float32, to be added to scores: 0 where a token may look."""
         face = self._ops.face
-        stop = face.reshape(self._stop, np.array([], np.int32))
+        stop = face.reshape(self.stop, np.array([], np.int32))
         # Of rank 1: the optimiser breaks a comparison with a reshaped range.
         every = face.range_(np.array(0, np.int32), stop, np.array(1, np.int32))
         later = face.broadcasting_greater(every, new)
@@ -56,17 +62,52 @@ class Span:
         )
         return ops.concat(rotated, 3)
 
-    def write(self, cache: Value, new: Value, first: int) -> Value:
-        """The cache (1, 1, sum of K, R, E) with a layer's ``new`` (1, K, T, E) in its place."""
-        K, E = new.type.shape[1], new.type.shape[3]
-        update = self._ops.reshape(new, 1, 1, K, -1, E)
-        starts: Index = (0, 0, first, self._start, 0)
-        return self._ops.write(cache, starts, (1, 1, first + K, self._stop, E), update)
 
-    def read(self, cache: Value, first: int, K: int, E: int) -> Value:
-        """(1, K, 1, S, E): what a layer has in the cache, all K heads from ``first`` on."""
-        found = self._ops.slice(cache, (0, 0, first, 0, 0), (1, 1, first + K, self._stop, E))
-        return self._ops.reshape(found, 1, K, 1, -1, E)
+class Memory:
+    """The key-value cache of all layers during one pass.
+
+    Layers read it and keep what is new to themselves; it is written once, at the end, since a
+    write may copy the whole of it.
+
+    Args:
+        span: of the new tokens.
+        caches: keys and values, (1, 1, sum of K, R, E) each.
+    """
+
+    def __init__(self, ops: Ops, span: Span, caches: Sequence[Value]) -> None:
+        self._ops, self._span, self._caches = ops, span, caches
+        self._new: list[tuple[Value, Value]] = []
+        self._first = 0  # head of the next layer
+
+    def extend(self, keys: Value, values: Value) -> list[Value]:
+        """Add the next layer's (1, K, T, E); all its keys and values, (1, K, 1, S, E) each."""
+        new, first = (keys, values), self._first
+        self._new.append(new)
+        self._first += keys.type.shape[1]
+        return [self._past(c, first, x) for c, x in zip(self._caches, new, strict=True)]
+
+    def written(self) -> list[Value]:
+        """The caches with what is new of all layers."""
+        return [
+            self._write(cache, self._ops.concat(parts, 1))
+            for cache, parts in zip(self._caches, zip(*self._new, strict=True), strict=True)
+        ]
+
+    def _past(self, cache: Value, first: int, new: Value) -> Value:
+        """A layer's part of a cache, with ``new`` at its end."""
+        ops, stop = self._ops, self._span.stop
+        K, E = new.type.shape[1], new.type.shape[3]
+        part = ops.slice(cache, (0, 0, first, 0, 0), (1, 1, first + K, stop, E))
+        starts, stops = (0, 0, 0, self._span.start, 0), (1, K, 1, stop, E)
+        update = ops.reshape(new, 1, K, 1, -1, E)
+        whole = ops.write(ops.reshape(part, 1, K, 1, -1, E), starts, stops, update)
+        return ops.reshape(whole, 1, K, 1, -1, E)
+
+    def _write(self, cache: Value, new: Value) -> Value:
+        """A cache with ``new`` (1, sum of K, T, E) in its place."""
+        ops, heads, E = self._ops, new.type.shape[1], new.type.shape[3]
+        starts, stops = (0, 0, 0, self._span.start, 0), (1, 1, heads, self._span.stop, E)
+        return ops.write(cache, starts, stops, ops.reshape(new, 1, 1, heads, -1, E))
 
 
 def rotary_table(context: int, head_dim: int, base: float) -> Any:

@@ -215,7 +215,12 @@ def _prepared(
 ) -> tuple[ModelArgs, Ranges, Numerics, Parameters]:
     ranges = measure_ranges(model, sample)
     numerics = choose_numerics(ranges, settings)
-    parameters = stored_parameters(model, settings.weights, exponent=numerics.residual_exponent)
+    parameters = stored_parameters(
+        model,
+        settings.weights,
+        exponent=numerics.residual_exponent,
+        most_rows=settings.most_rows,
+    )
     return model.args, ranges, numerics, parameters
 
 

@@ -19,7 +19,6 @@ from openelm_mlx.config import ModelArgs
 Program = Any
 Function = Any
 
-ROWS_AT_ONCE = 16384  # rows of a matrix that the Neural Engine takes
 _SHARED_BYTES = 64  # constants smaller than this stay in the program's text anyway
 
 
@@ -266,4 +265,4 @@ class _FunctionBuilder:
             x = mb.slice_by_index(x=x, begin=[0, q - 1, 0], end=[1, q, D], name="last_token")
         x = self._layers.norm(x, "norm")
         head = table if self._args.share_input_output_layers else "lm_head"
-        return mb.linear(x=x, weight=self._layers.matrix(head), name="logits")
+        return self._layers.head(x, head)

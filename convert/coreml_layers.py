@@ -35,6 +35,12 @@ class Parameters:
     vectors: Mapping[str, np.ndarray]
     unfolded: frozenset[str] = frozenset()
 
+    def parts(self, name: str) -> list[str]:
+        """Names of a matrix's parts, which follow each other in rows; itself where it is whole."""
+        if name in self.matrices:
+            return [name]
+        return [part for part in self.matrices if part.startswith(f"{name}_part_")]
+
 
 class Cache(Protocol):
     """Where one function keeps keys and values."""
@@ -96,11 +102,47 @@ class Layers:
 
     def embed(self, ids: Var, table: str) -> Var:
         """(1, q) token ids -> (1, q, D), scaled to the residual stream."""
-        mb = self._mb
-        x = mb.gather(
-            x=self.matrix(table), indices=ids, axis=0, validate_indices=False, name="embedding"
-        )
+        parts = self._parameters.parts(table)
+        if len(parts) == 1:
+            x = self._gather(table, ids, "embedding")
+        else:
+            x = self._embed_by_parts(ids, parts)
         return self.to_residual(x, "embedding_scaled")
+
+    def _gather(self, part: str, ids: Var, name: str) -> Var:
+        return self._mb.gather(
+            x=self.matrix(part), indices=ids, axis=0, validate_indices=False, name=name
+        )
+
+    def _embed_by_parts(self, ids: Var, parts: list[str]) -> Var:
+        """Look up in each part of the table, ids clamped into it, and keep what was meant."""
+        mb, first, found = self._mb, 0, []
+        for part in parts:
+            rows = self._parameters.matrices[part].shape[0]
+            inner = mb.sub(x=ids, y=np.int32(first), name=f"{part}_ids")
+            kept = mb.minimum(x=inner, y=np.int32(rows - 1), name=f"{part}_at_most")
+            kept = mb.maximum(x=kept, y=np.int32(0), name=f"{part}_clamped")
+            meant = mb.cast(
+                x=mb.equal(x=kept, y=inner, name=f"{part}_is_meant"),
+                dtype="fp16",
+                name=f"{part}_meant",
+            )
+            meant = mb.expand_dims(x=meant, axes=[-1], name=f"{part}_share")
+            rows_found = self._gather(part, kept, f"{part}_rows")
+            found.append(mb.mul(x=rows_found, y=meant, name=f"{part}_embedding"))
+            first += rows
+        x = found[0]
+        for number, other in enumerate(found[1:], 1):
+            x = mb.add(x=x, y=other, name=f"embedding_{number}_parts")
+        return x
+
+    def head(self, x: Var, matrix: str) -> Var:
+        """(1, rows, D) -> ``logits`` (1, rows, V), part by part where the matrix is split."""
+        mb, parts = self._mb, self._parameters.parts(matrix)
+        if len(parts) == 1:
+            return mb.linear(x=x, weight=self.matrix(matrix), name="logits")
+        logits = [mb.linear(x=x, weight=self.matrix(p), name=f"{p}_logits") for p in parts]
+        return mb.concat(values=logits, axis=-1, name="logits")
 
     def to_residual(self, x: Var, name: str) -> Var:
         """``x`` times 2^-k, exact but for underflow."""

@@ -12,11 +12,12 @@ import numpy as np
 
 from convert.coreml_layers import Parameters
 from convert.coreml_settings import WeightKind
-from convert.coreml_weights import Dense, StoredWeight, from_mlx, store
+from convert.coreml_stored import StoredWeight
+from convert.coreml_weights import from_mlx, store
 from openelm_mlx.config import ModelArgs
 from openelm_mlx.model import Model
 
-_TABLE = "transformer.token_embeddings"
+_TABLES = ("token_embeddings", "lm_head")
 
 
 def graph_name(path: str) -> str:
@@ -24,7 +25,9 @@ def graph_name(path: str) -> str:
     return path.removeprefix("transformer.").replace(".", "_")
 
 
-def stored_parameters(model: Model, kind: WeightKind, *, exponent: int = 0) -> Parameters:
+def stored_parameters(
+    model: Model, kind: WeightKind, *, exponent: int = 0, most_rows: int | None = None
+) -> Parameters:
     """All parameters of a model as a package stores them.
 
     Args:
@@ -33,6 +36,7 @@ def stored_parameters(model: Model, kind: WeightKind, *, exponent: int = 0) -> P
             as float16.
         exponent: k; what writes the residual stream is multiplied by 2^-k, exactly, in the matrix
             or, where its stored numbers would lose bits, in the graph.
+        most_rows: of a table: larger ones are stored in equal parts.
 
     Raises:
         ValueError: if a matrix holds a value that float16 does not, if the model is quantised and
@@ -42,6 +46,13 @@ def stored_parameters(model: Model, kind: WeightKind, *, exponent: int = 0) -> P
     matrices: dict[str, StoredWeight] = {}
     unfolded = []
     for path, module in matrices_of(model):
+        parts = _parts(path, module, most_rows)
+        if len(parts) > 1:
+            matrices |= {
+                f"{graph_name(path)}_part_{number}": _stored(path, module, kind, rows)
+                for number, rows in enumerate(parts)
+            }
+            continue
         stored = _stored(path, module, kind)
         if exponent:
             rows = _folded_rows(path, model, stored.shape[0])
@@ -110,14 +121,22 @@ def plain_weight(module: Any) -> mx.array:
     ).astype(mx.float32)
 
 
-def _stored(path: str, module: Any, kind: WeightKind) -> StoredWeight:
+def _parts(path: str, module: Any, most_rows: int | None) -> list[slice]:
+    """Rows by part: one for all but a table that is too large."""
+    rows = module.weight.shape[0]
+    if most_rows is None or rows <= most_rows or not path.endswith(_TABLES):
+        return [slice(0, rows)]
+    size = -(-rows // -(-rows // most_rows))
+    return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
+
+
+def _stored(path: str, module: Any, kind: WeightKind, rows: slice = slice(None)) -> StoredWeight:
     if "scales" not in module:
-        return store(half(path, module.weight), "fp16" if kind == "mlx" else kind)
+        return store(half(path, module.weight[rows]), "fp16" if kind == "mlx" else kind)
     if kind == "fp16":
-        return Dense(values=half(path, plain_weight(module)))
-    return from_mlx(
-        module.weight, module.scales, module.biases, bits=module.bits, group_size=module.group_size
-    )
+        return store(half(path, plain_weight(module)[rows]), "fp16")
+    arrays = (module.weight[rows], module.scales[rows], module.biases[rows])
+    return from_mlx(*arrays, bits=module.bits, group_size=module.group_size)
 
 
 def _check_kind(model: Model, kind: WeightKind) -> None:
@@ -168,7 +187,8 @@ def reference_model(args: ModelArgs, parameters: Parameters, *, exponent: int) -
         if name in parameters.vectors:
             values = parameters.vectors[name].astype(np.float32)
         else:
-            values = parameters.matrices[name].decompressed()
+            parts = [parameters.matrices[part].decompressed() for part in parameters.parts(name)]
+            values = parts[0] if len(parts) == 1 else np.concatenate(parts)
             rows = _folded_rows(path, model, values.shape[0])
             if exponent and rows is not None and name not in parameters.unfolded:
                 values[rows] = np.ldexp(values[rows], exponent)

@@ -18,6 +18,7 @@ TARGETS: tuple[Target, ...] = get_args(Target)
 
 MASKED = -30000.0  # finite in fp16, also when a score is added; -inf gives NaN (coremltools #2669)
 _LEAST_CONTEXT = 64
+ANE_ROWS = 16384  # of a matrix that the Neural Engine takes; larger tables are split
 ANE_MULTIPLE = 32  # state sizes the Neural Engine accepts (coremltools #2631)
 SMALL_MODEL = 600_000_000  # parameters up to which int8 is the recommended default
 
@@ -51,6 +52,11 @@ class ExportSettings:
         found = [*self._numbers(), *self._contradictions()]
         if found:
             raise ValueError("Core ML export: " + "; ".join(found))
+
+    @property
+    def most_rows(self) -> int | None:
+        """Rows of the largest matrix; None where there is no limit."""
+        return most_rows(self.target)
 
     @property
     def interface(self) -> Interface:
@@ -100,6 +106,11 @@ class ExportSettings:
         return found
 
 
+def most_rows(target: str) -> int | None:
+    """Rows of the largest matrix that a target takes."""
+    return ANE_ROWS if target == "ane" else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
     """How a graph stays inside fp16's range.
@@ -138,8 +149,11 @@ def refuse_unsuited(args: ModelArgs, settings: ExportSettings) -> list[str]:
             f"context {settings.context} is beyond the {args.max_context_length} tokens that the "
             "model was trained for"
         )
-    if settings.target == "ane" and args.vocab_size > 2 * 16384:
-        warnings.append(f"a head of {args.vocab_size} rows is split into parts of at most 16384")
+    if settings.target == "ane" and args.vocab_size > ANE_ROWS:
+        warnings.append(
+            f"embedding and head of {args.vocab_size} rows are split into parts of at most "
+            f"{ANE_ROWS}, which the Neural Engine takes"
+        )
     return warnings
 
 
