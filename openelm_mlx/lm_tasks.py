@@ -133,11 +133,11 @@ def _quiet_harness() -> Iterator[None]:
     """Without what lm-eval prints and logs on its way, and without bars where nobody sees them."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "huggingface_hub")]
     levels = [log.level for log in loggers]
-    make_bar = tqdm.__init__
+    make_bar = vars(tqdm)["__init__"]
     for log in loggers:
         log.setLevel(logging.ERROR)
     if not sys.stderr.isatty():
-        tqdm.__init__ = partialmethod(make_bar, disable=True)  # type: ignore[assignment]
+        tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)  # type: ignore[assignment]
     try:
         with redirect_stdout(io.StringIO()):
             yield
