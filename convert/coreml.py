@@ -41,8 +41,8 @@ from convert.source import Source
 from openelm_mlx.atomic import atomic_folder, refuse_existing_folder
 from openelm_mlx.config import ModelArgs
 from openelm_mlx.fitting import quantization_of
+from openelm_mlx.memory import machine_memory
 from openelm_mlx.model import Model
-from openelm_mlx.run_folder import machine_memory
 
 logger = logging.getLogger(__name__)
 

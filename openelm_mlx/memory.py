@@ -3,11 +3,24 @@
 B batch, L tokens, D model_dim, H / K query / key-value heads, E head_dim, F feed-forward width.
 """
 
+import os
 from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
 
 from openelm_mlx.config import ModelArgs
 
 _LOSS_CHUNK = 256  # tokens whose logits exist at a time
+
+
+def machine_memory() -> int:
+    """Bytes of memory that MLX may fill: the GPU's recommended working set, else all RAM."""
+    info: Any = mx.device_info()
+    for key in ("max_recommended_working_set_size", "memory_size", "total_memory"):
+        if info.get(key):
+            return int(info[key])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from openelm_mlx.atomic import refuse_existing_folder
 from openelm_mlx.checkpoint import save_model
 from openelm_mlx.config import ModelArgs
 from openelm_mlx.distributed import together, world
-from openelm_mlx.memory import training_memory
+from openelm_mlx.memory import machine_memory, training_memory
 from openelm_mlx.metrics import read_metrics
 from openelm_mlx.model import Model
 from openelm_mlx.plots import try_plot_losses
@@ -149,16 +149,6 @@ def trainable_parameters(model: nn.Module) -> int:
     """Number of parameters that move."""
     leaves: Any = tree_flatten(model.trainable_parameters())
     return sum(array.size for _, array in leaves)
-
-
-def machine_memory() -> int:
-    """Bytes of memory that MLX may fill: the GPU's recommended working set, else all RAM."""
-    info: Any = mx.device_info()
-    for key in ("max_recommended_working_set_size", "memory_size", "total_memory"):
-        if info.get(key):
-            return int(info[key])
-
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def finish_run(folder: Path, outcome: Outcome, *, unit: str = "targets") -> int:
