@@ -211,7 +211,8 @@ def _plan(
         "trained": f"{trainable_count(model):,} parameters ({settings.tune.fine_tune_type})",
         "pairs": f"train {len(pairs):,}, valid {len(valid):,}; the longest has {longest} tokens",
         "updates": f"{settings.schedule.iters:,} of {per_update} pairs, "
-        f"{settings.schedule.iters * per_update / len(pairs):.2f} epochs",
+        f"{settings.schedule.iters * per_update / len(pairs):.2f} epochs"
+        f"{settings.train.bound}",
         "machines": describe_world(),
     }
     memory = step_memory(

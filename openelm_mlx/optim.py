@@ -7,7 +7,7 @@ master weights for 16-bit models, and CoreNet's schedules. Sources: apple/corene
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -60,6 +60,19 @@ class ScheduleArgs:
         """
         rate = self._rate(step)
         return round(rate, 8) if self.corenet_rounding else rate
+
+    def fitted(self, step: int, seconds: float, limit: float) -> "ScheduleArgs":
+        """The schedule with as many updates as a time limit has room for, at the speed so far.
+
+        Args:
+            step: updates made.
+            seconds: that they took.
+            limit: seconds for all updates; 0 sets none.
+        """
+        if not (limit and step and seconds > 0):
+            return self
+        room = max(int(step * limit / seconds), step + 1)
+        return replace(self, iters=min(self.iters, room))
 
     def _rate(self, step: int) -> float:
         high, low, warmup = self.learning_rate, self.min_learning_rate, self.warmup_steps

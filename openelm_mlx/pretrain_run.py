@@ -196,7 +196,7 @@ def _plan(
     parameters = model.args.num_parameters
     facts = {
         "parameters": f"{parameters:,}, all trained, in {architecture_line(model.args)}",
-        "updates": f"{schedule.iters:,}",
+        "updates": f"{schedule.iters:,}{train_args.bound}",
         "tokens": f"{per_update:,} an update, {per_update * schedule.iters:,} in all "
         f"({per_update * schedule.iters / parameters:.1f} a parameter)",
         "machines": describe_world(),

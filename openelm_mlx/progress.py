@@ -25,8 +25,9 @@ class Progress:
             disable=not (show and sys.stderr.isatty()),
         )
 
-    def step(self, line: Mapping[str, Any]) -> None:
-        """Show one training step."""
+    def step(self, line: Mapping[str, Any], total: int) -> None:
+        """Show one training step, and how many there will be as far as is known."""
+        self._bar.total = total
         self._bar.update(1)
         self._bar.set_postfix_str(
             f"loss {line['loss']:.4f}, {line['tokens_per_second']:.0f} tokens/s, "

@@ -165,6 +165,7 @@ def finish_run(folder: Path, outcome: Outcome, *, unit: str = "targets") -> int:
         "finished": "finished",
         "data": "the data ended",
         "early": "stopped early: validation got no better",
+        "time": "its time is up",
         "interrupted": "interrupted; --resume continues",
     }[outcome.reason]
     best = "" if state.best_loss is None else f", best validation loss {state.best_loss:.4f}"

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ class Outcome:
 
     Attributes:
         state: where it stands.
-        reason: "finished", "data" (a finite source ran out), "early" or "interrupted".
+        reason: "finished", "data" (a finite source ran out), "time" (that of ``max_seconds`` is
+            up), "early" or "interrupted".
     """
 
     state: TrainState
@@ -72,7 +74,7 @@ def train(
     settings: Mapping[str, Any] | None = None,
     reporters: Sequence[Any] = (),
 ) -> Outcome:
-    """Train until ``schedule.iters`` updates are made, the data ends, or Ctrl-C.
+    """Train until ``schedule.iters`` updates are made, data or time end, or Ctrl-C.
 
     Args:
         model: its trainable parameters move; left in eval mode.
@@ -81,7 +83,8 @@ def train(
         loss_fn: (model, batch) -> (sum, n).
         args: of the loop.
         state: where to begin; None at the start, or from ``run_folder`` with ``resume``.
-        schedule: learning rate of each update, and their number.
+        schedule: learning rate of each update, and their number; with ``args.max_seconds`` as many
+            as fit, by the speed so far, so that the rate depends on the clock.
         validation: called for fresh batches at each validation; None does not validate.
         run_folder: for states, metrics and the best weights, which rank 0 writes; None writes
             nothing.
@@ -190,6 +193,7 @@ class _Run:
         sinks: list[Any] = [MetricsLog(self.folder, from_step=state.step), *self.reporters]
         progress = Progress(self.schedule.iters, state.step, show=self.group.rank() == 0)
         started_at = saved_at = state.step
+        began = time.perf_counter() - state.seconds
         reason = "finished"
         try:
             with NotedSignals(self._stop):
@@ -197,13 +201,14 @@ class _Run:
                     if args.early_stopping and state.stale_evals >= args.early_stopping:
                         reason = "early"
                         break
-                    micro, stopped = self._take(args.grad_accumulation_steps)
-                    if stopped or not micro:
-                        reason = "interrupted" if stopped else "data"
+                    micro, ended = self._take(args.grad_accumulation_steps, began)
+                    if ended:
+                        reason = ended
                         break
-                    line = self._step(step, micro)
+                    schedule = self.schedule.fitted(state.step, state.seconds, args.max_seconds)
+                    line = self._step(step, micro, schedule.at(state.step))
                     watchdog.alive()
-                    progress.step(line)
+                    progress.step(line, schedule.iters)
                     for sink in sinks:
                         sink.write(line)
                     if self._due(args.steps_per_eval):
@@ -215,7 +220,7 @@ class _Run:
                 moved = state.step != started_at  # a finished run that is resumed stays as it is
                 if moved and reason != "interrupted" and not self._due(args.steps_per_eval):
                     self._validate(sinks, progress, watchdog)
-                if moved and (saved_at != state.step or reason == "early"):
+                if moved and (saved_at != state.step or reason in ("early", "time")):
                     self._save()
         finally:
             progress.close()
@@ -223,23 +228,28 @@ class _Run:
                 sink.close()
         return Outcome(state=state, reason=reason)
 
-    def _take(self, count: int) -> tuple[list[Batch | None], bool]:
-        """The micro-batches of one update, and whether any rank was told to stop.
+    def _take(self, count: int, began: float) -> tuple[list[Batch | None], str]:
+        """The micro-batches of one update, and why there is none: alike on all ranks.
 
         Fewer where a finite source ends; as many as on the rank that has most, filled with None.
         """
+        limit = self.args.max_seconds
         taken, error = attempt(lambda: list(at_most(self.batches, count)))
         micro: list[Batch | None] = [*(taken or ())]
-        failed, most, stopped = max_over_ranks(
-            [error is not None, len(micro), bool(self._stop)], self.group
+        spent = int(100 * (time.perf_counter() - began)) if limit else 0
+        failed, most, stopped, spent = max_over_ranks(
+            [error is not None, len(micro), bool(self._stop), spent], self.group
         )
         if failed:
             fail_together(error, self.group)
-        return micro + [None] * (most - len(micro)), bool(stopped)
+        ended = "interrupted" if stopped else "" if most else "data"
+        if limit:
+            self.state.seconds = spent / 100
+            ended = ended or ("time" if spent >= 100 * limit else "")
+        return micro + [None] * (most - len(micro)), ended
 
-    def _step(self, step: TrainStep, micro: list[Batch | None]) -> dict[str, Any]:
+    def _step(self, step: TrainStep, micro: list[Batch | None], rate: float) -> dict[str, Any]:
         state = self.state
-        rate = self.schedule.at(state.step)
         start = time.perf_counter()
         mx.reset_peak_memory()
         result = step(micro, rate)
@@ -281,18 +291,10 @@ class _Run:
             state.stale_evals += 1
 
     def _save(self) -> None:
+        save = partial(save_state, self.folder, self.state, self.model, self.optimizer)
         if self.keeps:
-            together(self._write_state, self.group)
-
-    def _write_state(self) -> None:
-        save_state(
-            self.folder,
-            self.state,
-            self.model,
-            self.optimizer,
-            keep=self.args.keep_states,
-            settings=self.settings,
-        )
+            keep, settings = self.args.keep_states, self.settings
+            together(lambda: save(keep=keep, settings=settings), self.group)
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.state.step > 0 and self.state.step % every == 0

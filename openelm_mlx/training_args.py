@@ -27,6 +27,8 @@ class TrainArgs:
     grad_checkpoint: str = field(default="none", metadata={"words": {True: "layer", False: "none"}})
     compile: bool | None = None  # None: on a GPU
     corenet_accumulation: bool = False  # add the means of micro-batches, as CoreNet does
+    # wall time after which a step is the last, the schedule fitted into it; 0 sets no bound
+    max_seconds: float = 0.0
     early_stopping: int = 0  # stop after so many validations without a better one; 0 never
     backend: str = "any"  # joins ranks: ring, mpi, nccl, jaccl; any is what launched them
     fully_shard: bool = False  # a piece of each layer on each rank; needs nccl or jaccl
@@ -40,7 +42,7 @@ class TrainArgs:
                 *(("grad_accumulation_steps", 1), ("max_grad_norm", 0), ("seed", 0)),
                 *(("steps_per_report", 1), ("steps_per_eval", 0), ("val_batches", -1)),
                 *(("save_every", 0), ("keep_states", 1), ("early_stopping", 0)),
-                ("stall_timeout", 0),
+                *(("max_seconds", 0), ("stall_timeout", 0)),
             )
             if getattr(self, name) < least
         ]
@@ -53,3 +55,8 @@ class TrainArgs:
             problems.append(f"backend {self.backend!r} is not one of {', '.join(BACKENDS)}")
         if problems:
             raise ValueError("training: " + "; ".join(problems))
+
+    @property
+    def bound(self) -> str:
+        """The bound by time, in words that follow a number of updates; empty without one."""
+        return f", or what {self.max_seconds:g} s have room for" if self.max_seconds else ""

@@ -40,6 +40,7 @@ class TrainState:
         best_step: step of the best validation loss, None before the first.
         best_loss: that loss.
         stale_evals: validations since then that were no better.
+        seconds: wall time of a run that is bounded by it, over all its parts; else 0.
     """
 
     step: int = 0
@@ -48,6 +49,7 @@ class TrainState:
     best_step: int | None = None
     best_loss: float | None = None
     stale_evals: int = 0
+    seconds: float = 0.0
 
 
 def save_state(

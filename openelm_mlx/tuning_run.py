@@ -274,7 +274,8 @@ def _plan(
         "samples": ", ".join(f"{name} {len(found):,}" for name, found in splits.items()),
         "tokens": f"{tokens:,} an epoch, {targets:,} of them learned; {source.plan.share:.1%} of "
         "what is computed, the rest is padding",
-        "updates": f"{schedule.iters:,}, {passes:.2f} epochs of {len(source.plan)} batches",
+        "updates": f"{schedule.iters:,}, {passes:.2f} epochs of {len(source.plan)} batches"
+        f"{settings.train.bound}",
         "largest batch": f"{rows} rows of {length} tokens",
         "machines": describe_world(),
     }

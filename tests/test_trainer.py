@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from slow_params import slow_cases
 from training_makers import CountingBatches, equal_weights, make_batch, make_model, weights_of
 
 from convert.pt_file import read
@@ -60,8 +61,14 @@ def comparable(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in m.items() if k not in WALL_CLOCK} for m in read_metrics(folder)]
 
 
-@pytest.mark.parametrize(("run_name", "accumulation"), [("accum1", 1), ("accum2", 2)])
-@pytest.mark.parametrize("checkpointing", ["none", "attention", "layer"])
+@pytest.mark.parametrize(
+    ("run_name", "accumulation", "checkpointing"),
+    [
+        *(("accum1", 1, "none"), ("accum2", 2, "layer")),
+        *slow_cases(("accum2", 2, "none"), ("accum1", 1, "layer")),
+        *slow_cases(("accum1", 1, "attention"), ("accum2", 2, "attention")),
+    ],
+)
 def test_apples_training_run_is_reproduced(
     golden: Golden, run_name: str, accumulation: int, checkpointing: str
 ) -> None:
@@ -184,6 +191,7 @@ class _Fixed(CountingBatches):
         return self.batches[self.position - 1]
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_repeats_with_its_seed(tmp_path: Path) -> None:
     first, _ = run(tmp_path / "a", iters=30)
     second, _ = run(tmp_path / "b", iters=30)
@@ -494,3 +502,45 @@ def test_compiled_steps_equal_eager_ones_dropout_included() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+class Ticks:
+    """A clock that goes on by a hundredth of a second whenever it is read: thrice a step."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def perf_counter(self) -> float:
+        self.now += 1
+        return self.now / 100
+
+
+def test_a_run_that_is_bounded_by_time_ends_there_with_its_schedule_run_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("openelm_mlx.trainer.time", Ticks())
+    _, outcome = run(tmp_path, iters=100_000, max_seconds=1)
+    steps = read_metrics(tmp_path)
+    assert (outcome.reason, outcome.state.step) == ("time", 33)
+    assert outcome.state.seconds == pytest.approx(1)
+    rates = [line["learning_rate"] for line in steps]
+    assert max(rates) == pytest.approx(0.02, rel=0.1)
+    assert rates[-1] < 0.001  # 100,000 updates would have stayed at the highest
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    _, again = run(tmp_path, resume=True, iters=100_000, max_seconds=1)
+    assert (again.reason, again.state.step) == ("time", 33)
+    assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+
+def test_time_that_is_not_needed_changes_nothing(tmp_path: Path) -> None:
+    straight, _ = run(tmp_path / "straight")
+    bounded, outcome = run(tmp_path / "bounded", max_seconds=1e6)
+    assert outcome.reason == "finished"
+    assert equal_weights(straight, bounded)
+
+
+def test_a_resumed_run_has_only_the_time_that_is_left(tmp_path: Path) -> None:
+    _, first = run(tmp_path, iters=4, max_seconds=1000)
+    assert 0 < first.state.seconds < 1000
+    _, outcome = run(tmp_path, resume=True, iters=100_000, max_seconds=first.state.seconds)
+    assert (outcome.reason, outcome.state.step) == ("time", 4)
