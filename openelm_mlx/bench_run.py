@@ -20,8 +20,10 @@ from openelm_mlx.bench_report import HEADER, machine, markdown, read_report, ren
 from openelm_mlx.bench_shared import Bench, Case
 from openelm_mlx.bench_work import Limits, device_limits, shares
 from openelm_mlx.checkpoint import load
+from openelm_mlx.compatibility import where_it_runs
 from openelm_mlx.config import ModelArgs
 from openelm_mlx.model import Model
+from openelm_mlx.tokenizer import Tokenizer
 
 _MEASURING = ("against", "cases", "full", "dtype", "output")  # flags that saved numbers do not need
 
@@ -113,8 +115,13 @@ def _rows(
 
 
 def _measure_all(args: argparse.Namespace) -> dict[str, Any]:
+    model, tokenizer = _model(args)
+    reason = where_it_runs(model.args)["mlx_lm"]
+    if args.against and reason:
+        raise ValueError(f"mlx_lm runs another model: {reason}; leave out --against")
     setting = Bench(
-        model=_model(args),
+        model=model,
+        tokenizer=tokenizer,
         name=args.model or args.size,
         against=args.against is not None,
         prompt_tokens=512 if args.full else 128,
@@ -187,17 +194,17 @@ def _command(args: argparse.Namespace) -> str:
     return shlex.join(words)
 
 
-def _model(args: argparse.Namespace) -> Model:
+def _model(args: argparse.Namespace) -> tuple[Model, Tokenizer | None]:
     on_gpu = mx.default_device().type == mx.gpu
     dtype = getattr(mx, args.dtype or ("bfloat16" if on_gpu else "float32"))
     if args.model:
-        model, _ = load(args.model)
+        model, tokenizer = load(args.model)
         if args.dtype:
             model.set_dtype(dtype)
-        return model
+        return model, tokenizer
     mx.random.seed(0)
     model = Model(ModelArgs.preset(args.size))
     model.set_dtype(dtype)
     mx.eval(model.parameters())
     model.eval()
-    return model
+    return model, None

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from openelm_mlx.bench_work import Work
 from openelm_mlx.model import Model
+from openelm_mlx.tokenizer import Tokenizer
 
 Contender = Callable[[], float]
 OURS, COMPILED, STOCK = "openelm", "openelm compiled", "mlx_lm"
@@ -29,6 +31,7 @@ class Bench:
         prompt_tokens: of the decoding cases.
         new_tokens: generated a run.
         trials: runs that count.
+        tokenizer: of the model, where it has one.
         folder: room for files of the cases; see :meth:`make_folder`.
     """
 
@@ -38,6 +41,7 @@ class Bench:
     prompt_tokens: int = 128
     new_tokens: int = 32
     trials: int = 3
+    tokenizer: Tokenizer | None = None
     folder: Path | None = None
     _stock: Any = field(default=None, repr=False)
 
@@ -48,10 +52,8 @@ class Bench:
             from mlx_lm.models import openelm
 
             stock = openelm.Model(openelm.ModelArgs.from_dict(self.model.args.to_dict()))
-            weights: Any = tree_flatten(self.model.parameters())
-            stock.load_weights(weights)
-            stock.eval()
-            self._stock = stock
+            self._stock = fill_like(stock, self.model)
+            self._stock.eval()
         return self._stock
 
     def make_folder(self) -> Path:
@@ -91,6 +93,28 @@ class Case:
     def label(self, bench: Bench) -> str:
         """The title with this run's numbers."""
         return self.title.format(prompt=bench.prompt_tokens, new=bench.new_tokens)
+
+
+def fill_like(empty: Any, model: Model) -> Any:
+    """Give a fresh model of the same names the weights of another (shared), quantised as they are.
+
+    Args:
+        empty: ours or mlx_lm's, of the same architecture.
+        model: where the weights are.
+
+    Returns:
+        ``empty``, filled.
+    """
+    settings = {
+        path: {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+        for path, module in model.named_modules()
+        if hasattr(module, "bits")
+    }
+    if settings:
+        nn.quantize(empty, class_predicate=lambda path, _: settings.get(path, False))
+    weights: Any = tree_flatten(model.parameters())
+    empty.load_weights(weights)
+    return empty
 
 
 def beside(bench: Bench, ours: dict[str, Contender], stock: Contender) -> dict[str, Contender]:

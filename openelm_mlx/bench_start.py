@@ -52,33 +52,42 @@ def _cold(bench: Bench) -> dict[str, Contender]:
     def run(module: list[str]) -> float:
         command = [sys.executable, *module, "--model", str(folder), "--prompt", "Once upon a time"]
         start = time.perf_counter()
-        subprocess.run([*command, "--max-tokens", "1"], check=True, capture_output=True)
-        return time.perf_counter() - start
+        done = subprocess.run([*command, "--max-tokens", "1"], capture_output=True, text=True)
+        seconds = time.perf_counter() - start
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["without a word"])[-1]
+            raise RuntimeError(f"python {' '.join(module)} failed: {last}")
+        return seconds
 
     ours = {OURS: lambda: run(["-m", "openelm_mlx.cli", "generate"])}
     return beside(bench, ours, lambda: run(["-m", "mlx_lm", "generate"]))
 
 
 def _folder(bench: Bench) -> Path:
-    """The model saved with a small tokenizer, once a bench."""
+    """The model saved with its tokenizer, or a small one, once a bench."""
     if bench.folder is not None:
         return bench.folder / "model"
     room = bench.make_folder()
-    _save_speaking(bench.model, room / "model", _small_tokenizer(room))
+    if bench.tokenizer is not None:
+        save_model(bench.model, room / "model", tokenizer=bench.tokenizer)
+    else:
+        _save_speaking(bench.model, room / "model", _small_tokenizer(room))
     return room / "model"
 
 
 def _save_speaking(model: Model, folder: Path, tokenizer: Any) -> None:
     """Save a model whose likeliest token is one that the tokenizer has, whatever its weights."""
-    table = model.transformer.token_embeddings
+    head: Any = model.lm_head if "lm_head" in model else model.transformer.token_embeddings
     known = mx.arange(model.args.vocab_size)[:, None] < tokenizer.vocab_size
-    saved = table.weight
-    if "scales" not in table and "lm_head" not in model:
-        table.weight = mx.where(known, saved, mx.zeros_like(saved))
+    names = [name for name in ("scales", "biases") if name in head] or ["weight"]
+    saved = {name: head[name] for name in names}
     try:
+        for name, array in saved.items():  # rows of 0 for all other tokens, quantised or not
+            head[name] = mx.where(known, array, mx.zeros_like(array))
         save_model(model, folder, tokenizer=tokenizer)
     finally:
-        table.weight = saved
+        for name, array in saved.items():
+            head[name] = array
 
 
 def _small_tokenizer(folder: Path) -> Any:

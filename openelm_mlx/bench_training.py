@@ -4,25 +4,27 @@ Both sides train the same random tokens with rank-8 LoRA on the four matrices of
 weights with AdamW.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as mlx_optim
-from mlx.utils import tree_flatten
 
 from openelm_mlx.batches import Batch
-from openelm_mlx.bench_shared import STOCK, Bench, Case, Contender
+from openelm_mlx.bench_shared import STOCK, Bench, Case, Contender, fill_like
 from openelm_mlx.bench_work import training_work
 from openelm_mlx.distributed import world
+from openelm_mlx.fitting import quantization_of
 from openelm_mlx.lora import AdapterArgs, add_adapters
 from openelm_mlx.model import Model
 from openelm_mlx.objectives import language_model_loss
 from openelm_mlx.optim import OptimizerArgs
 from openelm_mlx.training_step import TrainStep, set_grad_checkpoint
+
+logger = logging.getLogger(__name__)
 
 _MODULES = ("qkv_proj", "out_proj", "proj_1", "proj_2")
 _RANK = 8
@@ -43,6 +45,10 @@ def _case(what: str, unit: str, *, adapters: bool, memory: bool) -> Case:
     rows, length = (4, 512) if memory else (2, 256)
 
     def prepare(bench: Bench) -> dict[str, Contender]:
+        if not adapters and quantization_of(bench.model.args):
+            logger.warning("%s step left out: quantised weights cannot train", what)
+            return {}
+
         def contender(make: Callable[[], tuple[Step, Step]]) -> Contender:
             def measure() -> float:
                 step, end = make()
@@ -91,9 +97,7 @@ def _measure(step: Step, tokens: int, memory: bool) -> float:
 def _ours(
     bench: Bench, rows: int, length: int, adapters: bool, checkpoint: str
 ) -> tuple[Step, Step]:
-    model = Model(bench.model.args)
-    weights: Any = tree_flatten(bench.model.parameters())
-    model.load_weights(weights)
+    model = fill_like(Model(bench.model.args), bench.model)
     if adapters:
         add_adapters(model, AdapterArgs(rank=_RANK, scale=1.0, target_modules=_MODULES))
     model.train()
@@ -117,9 +121,8 @@ def _stock(
     from mlx_lm.tuner.trainer import default_loss, grad_checkpoint
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
-    model: Any = openelm.Model(openelm.ModelArgs.from_dict(bench.model.args.to_dict()))
-    weights: Any = tree_flatten(bench.model.parameters())
-    model.load_weights(weights)
+    args = openelm.ModelArgs.from_dict(bench.model.args.to_dict())
+    model = fill_like(openelm.Model(args), bench.model)
     block = type(model.layers[0])
     original = block.__call__
     if adapters:

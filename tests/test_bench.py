@@ -4,16 +4,21 @@ import gc
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
+from command_line import run_here
 from mlx.utils import tree_flatten
+from slow_params import slow
 
 from openelm_mlx import bench, cli
 from openelm_mlx.bench_cases import CASES
 from openelm_mlx.bench_run import measure
 from openelm_mlx.bench_shared import OURS, STOCK, Bench, Case
 from openelm_mlx.cache import make_cache
+from openelm_mlx.checkpoint import load, save_model
 from openelm_mlx.decoding import EagerStep
 from openelm_mlx.graph_count import count_kernels
 from openelm_mlx.model import Model, ModelArgs
@@ -21,14 +26,28 @@ from openelm_mlx.model import Model, ModelArgs
 COMPILES = os.environ.get("MLX_DISABLE_COMPILE") is None
 
 
-def make_bench(layers: int = 2, *, against: bool = False) -> Bench:
+def make_bench(layers: int = 2, *, against: bool = False, vocab: int = 99, **config: Any) -> Bench:
     args = ModelArgs.from_scaling(
-        num_transformer_layers=layers, model_dim=64, head_dim=16, vocab_size=99, ffn_dim_divisor=16
+        num_transformer_layers=layers,
+        model_dim=64,
+        head_dim=16,
+        vocab_size=vocab,
+        ffn_dim_divisor=32,
+        **config,
     )
+    mx.random.seed(0)
     model = Model(args)
     mx.eval(model.parameters())
     model.eval()
     return Bench(model=model, name="tiny", against=against, prompt_tokens=9, new_tokens=4, trials=2)
+
+
+def make_quantised(*, against: bool = False, vocab: int = 96) -> Bench:
+    settings = {"group_size": 32, "bits": 4, "mode": "affine"}
+    bench = make_bench(against=against, vocab=vocab, extra={"quantization": settings})
+    nn.quantize(bench.model, **settings)
+    mx.eval(bench.model.parameters())
+    return bench
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -69,7 +88,11 @@ def test_ratios_say_how_many_times_as_good_ours_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["host", "prefill-512", "decode", "memory", "load", "lookup-new", "lookup-copies"]
+    "name",
+    [
+        *("host", "prefill-512", "decode", "memory", "load"),
+        *slow("lookup-new", "lookup-copies"),
+    ],
 )
 def test_every_case_of_generation_gives_positive_numbers(name: str) -> None:
     for row in measure(CASES[name], make_bench()):
@@ -83,6 +106,47 @@ def test_every_case_runs_beside_mlx_lm(name: str) -> None:
     assert all(row["median"] > 0 for row in rows)
     if CASES[name].reference == STOCK:
         assert STOCK in [row["who"] for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["decode", "load", "lora-memory"])
+def test_a_quantised_model_runs_beside_mlx_lm_with_the_same_weights(name: str) -> None:
+    bench = make_quantised(against=True)
+    rows = measure(CASES[name], bench)
+    assert STOCK in [row["who"] for row in rows]
+    ids = mx.array([[5, 6, 7]])
+    assert mx.allclose(bench.stock(ids), bench.model(ids), atol=1e-5)
+
+
+def test_full_training_of_a_quantised_model_is_left_out_and_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert measure(CASES["full-memory"], make_quantised()) == []
+    assert "quantised weights cannot train" in caplog.text
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_saved_model_speaks_only_tokens_of_the_small_tokenizer(bits: int | None) -> None:
+    bench = make_quantised(vocab=512) if bits else make_bench(vocab=512)
+    before = bench.model(mx.array([[5, 6]]))
+    CASES["load"].prepare(bench)
+    assert bench.folder is not None
+    saved, tokenizer = load(bench.folder / "model")
+    assert tokenizer is not None
+    logits = saved(mx.array([[5, 6]]))
+    assert mx.abs(logits[..., tokenizer.vocab_size :]).max().item() == 0
+    assert mx.array_equal(bench.model(mx.array([[5, 6]])), before)
+
+
+def test_a_model_that_mlx_lm_computes_otherwise_is_not_set_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_bench(ffn_with_glu=False).model
+    save_model(model, tmp_path / "plain")
+    words = ["bench", "--model", tmp_path / "plain", "--cases", "kernels"]
+    refused = run_here(capsys, *words, "--against", "mlx_lm")
+    assert "mlx_lm runs another model: it builds a gated FFN" in refused.error
+    assert run_here(capsys, *words).code == 0
 
 
 def test_the_file_holds_what_the_table_shows(
@@ -128,6 +192,7 @@ def test_peak_memory_holds_at_least_the_weights() -> None:
     assert row["median"] >= weights / 1e9
 
 
+@pytest.mark.slow
 def test_a_chart_of_the_numbers_is_drawn_beside_the_file(
     complete_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
