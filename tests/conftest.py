@@ -1,6 +1,7 @@
 """Fixtures that several test modules share."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import golden_set  # imports openelm_mlx, so that OpenBLAS comes before mlx.core
@@ -18,6 +19,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run tests that take ``golden_model`` once for each tiny model at hand."""
     if "golden_model" in metafunc.fixturenames:
         metafunc.parametrize("golden_model", golden_set.models())
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_waiting_for_the_disk() -> Iterator[None]:
+    """Files are written, but the disk is not waited for, which took longer than the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 from chain_model import chain, chain_model
 from command_line import run_here
+from slow_params import slow
 from tiny_tokenizer import TinyTokenizer
 
 from openelm_mlx.batch import BatchResult, check_settings, generate_batch
@@ -72,16 +73,16 @@ def alone(
     "settings",
     [
         {},
-        {"temp": 0.9, "top_p": 0.9, "seed": 3},
         {"temp": 1.0, "top_k": 20, "seed": 1, "repetition_penalty": 1.3, "repetition_window": 10},
-        {"repetition_penalty": 1.3, "prefill_step": 7},
-        {"stop": ["e", "the"], "temp": 1.0, "seed": 2},
+        *slow(
+            {"temp": 0.9, "top_p": 0.9, "seed": 3},
+            {"repetition_penalty": 1.3, "prefill_step": 7},
+            {"stop": ["e", "the"], "temp": 1.0, "seed": 2},
+        ),
     ],
     ids=lambda s: "-".join(s) or "greedy",
 )
-@pytest.mark.parametrize(
-    "batch_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 16))]
-)
+@pytest.mark.parametrize("batch_size", [3, *slow(1, 2, 16)])
 def test_each_row_comes_out_as_it_would_alone(
     model: Model, tokenizer: Tokenizer, settings: dict[str, Any], batch_size: int
 ) -> None:

@@ -11,6 +11,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 import reference
+from slow_params import slow
 
 from openelm_mlx.cache import make_cache
 from openelm_mlx.checkpoint import load_model
@@ -39,7 +40,7 @@ def reference_greedy(model: Model, prompt: list[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, *slow(True)])
 def test_apple_s_greedy_tokens_come_out(
     golden_model: str, golden: Callable[[str], Path], compiled: bool, uncompiled: None
 ) -> None:
@@ -62,7 +63,7 @@ def test_greedy_tokens_equal_the_reference(tiny_model: Model) -> None:
     assert list(decode(tiny_model, mx.array(PROMPT), max_tokens=12)) == found
 
 
-@pytest.mark.parametrize("step", [1, 3, 10, 11, 512])
+@pytest.mark.parametrize("step", [3, 11, *slow(1, 10, 512)])
 def test_prefill_in_chunks_changes_nothing(tiny_model: Model, step: int) -> None:
     cache = make_cache(2)
     logits = prefill(tiny_model, mx.array(PROMPT), cache, step=step)
@@ -74,7 +75,7 @@ def test_prefill_in_chunks_changes_nothing(tiny_model: Model, step: int) -> None
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("stop_after", [1, 4, 9])
+@pytest.mark.parametrize("stop_after", [4, *slow(1, 9)])
 def test_after_a_stop_the_cache_can_be_continued(
     tiny_model: Model, stop_after: int, compiled: bool, uncompiled: None
 ) -> None:
@@ -99,7 +100,7 @@ def test_at_the_end_the_last_token_is_not_in_the_cache(tiny_model: Model) -> Non
     assert cache[0].offset == len(PROMPT) + 4
 
 
-@pytest.mark.parametrize("length", [250, 505, 1020])
+@pytest.mark.parametrize("length", [505, *slow(250, 1020)])
 def test_fixed_buffers_grow_without_a_change(
     tiny_model: Model, length: int, uncompiled: None
 ) -> None:

@@ -14,6 +14,7 @@ from dpo_runs import CHOSEN, REJECTED, Preferring, make_pairs
 from finetune_runs import adapters, comparable, losses, make_base, without_plots
 from folder_makers import assert_same_weights, files, logits, weights_of
 from ranks import alone, ring
+from slow_params import slow, slow_cases
 from test_finetune_resume import break_off
 from tuning_makers import write
 
@@ -24,6 +25,7 @@ from openelm_mlx.metrics import read_metrics
 from openelm_mlx.tokenizer import Tokenizer
 from openelm_mlx.tuning_pairs import Pair, PairArgs, load_pairs
 
+KINDS = ["lora", *slow("full")]
 AT_ZERO = {"sigmoid": math.log(2), "hinge": 1.0, "rso": 1.0, "ipo": (1 / (2 * 0.1)) ** 2}
 # README-instruct.md of Apple's: the loss of each size
 APPLES = {"dpo_270m": "hinge", "dpo_450m": "hinge", "dpo_1_1b": "sigmoid", "dpo_3b": "hinge"}
@@ -76,7 +78,10 @@ def test_apples_recipes_resolve(recipe: str, dpo: Preferring, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("kind", "loss"),
-    [*(("full", loss) for loss in AT_ZERO), ("lora", "sigmoid"), ("dora", "hinge")],
+    [
+        *(("full", "ipo"), ("lora", "sigmoid")),
+        *slow_cases(("full", "sigmoid"), ("full", "hinge"), ("full", "rso"), ("dora", "hinge")),
+    ],
 )
 def test_b30_at_step_1_the_policy_is_the_reference(
     kind: str, loss: str, dpo: Preferring, tmp_path: Path
@@ -146,7 +151,7 @@ def test_changed_pairs_are_no_resumed_run(dpo: Preferring, tmp_path: Path) -> No
     assert "data set (or how it is encoded) has changed" in refused.error
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_better_answer_wins(kind: str, dpo: Preferring, base: Path, tmp_path: Path) -> None:
     flags = ["--fine-tune-type", kind, "--iters", 20, "--loss", "sigmoid", "--epochs", "none"]
     out = dpo.run(tmp_path / "run", *flags)
@@ -172,6 +177,7 @@ def test_the_better_answer_wins(kind: str, dpo: Preferring, base: Path, tmp_path
     assert margins[1] > margins[0] + 5
 
 
+@pytest.mark.slow
 def test_micro_batches_add_up_to_one_large_batch(dpo: Preferring, tmp_path: Path) -> None:
     same = ["--iters", 3, "--steps-per-eval", 0]
     dpo.run(tmp_path / "one", *same, "--batch-size", 13)
@@ -180,7 +186,7 @@ def test_micro_batches_add_up_to_one_large_batch(dpo: Preferring, tmp_path: Path
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "many"), rel=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_b9_a_resumed_run_equals_an_uninterrupted_one(
     kind: str, dpo: Preferring, tmp_path: Path
 ) -> None:
@@ -205,6 +211,7 @@ def test_a_finished_run_is_left_as_it_is(dpo: Preferring, tmp_path: Path) -> Non
     assert [(run / name).read_bytes() for name in names] == before
 
 
+@pytest.mark.slow
 def test_adapters_train_on_a_quantised_model(
     capsys: pytest.CaptureFixture[str], dpo: Preferring, base: Path, tmp_path: Path
 ) -> None:

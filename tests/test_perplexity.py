@@ -12,6 +12,7 @@ import pytest
 import reference
 import tiny_tokenizer as tiny
 from folder_makers import small_config, small_model
+from slow_params import slow
 
 from openelm_mlx.checkpoint import load
 from openelm_mlx.model import Model
@@ -97,7 +98,7 @@ def test_sliding_windows_equal_a_direct_computation_window_by_window(
     assert found["nll"] == pytest.approx(nll, rel=1e-5)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 64])
+@pytest.mark.parametrize("batch_size", [3, *slow(1, 64)])
 def test_batch_size_and_padding_do_not_change_the_result(
     model: Model, docs: list[Document], tiny_tokenizer: tiny.TinyTokenizer, batch_size: int
 ) -> None:
@@ -156,7 +157,7 @@ class _Feeder:
         return logits[0, -len(ids) :]
 
 
-@pytest.mark.parametrize("every_row", [True, False])
+@pytest.mark.parametrize("every_row", [True, *slow(False)])
 def test_a_model_that_is_fed_step_by_step_gets_the_same_scores(
     model: Model, every_row: bool
 ) -> None:
@@ -180,7 +181,7 @@ class _Interrupted(Exception):
     pass
 
 
-@pytest.mark.parametrize("stop_after", [3, 16, 17])  # a chunk is 16 batches
+@pytest.mark.parametrize("stop_after", [16, *slow(3, 17)])  # a chunk is 16 batches
 def test_an_interrupted_scoring_ends_bit_equal(
     model: Model, docs: list[Document], tiny_tokenizer: tiny.TinyTokenizer, stop_after: int
 ) -> None:
@@ -247,6 +248,7 @@ def trained() -> tuple[Model, Tokenizer]:
     return model, tokenizer
 
 
+@pytest.mark.slow
 def test_a_trained_model_beats_chance_and_equals_a_direct_computation(
     trained: tuple[Model, Tokenizer],
 ) -> None:
@@ -270,6 +272,7 @@ def test_a_trained_model_beats_chance_and_equals_a_direct_computation(
     assert found["token_accuracy"] > 0.05
 
 
+@pytest.mark.slow
 def test_a_trained_model_finds_the_true_next_word_more_often_than_chance(
     trained: tuple[Model, Tokenizer],
 ) -> None:

@@ -95,6 +95,7 @@ def test_runs_measured_at_different_points_are_refused(tmp_path: Path) -> None:
         plot_curves({"a": [[(0, 1.0)], [(1, 1.0)]]}, tmp_path / "x.png", title="t")
 
 
+@pytest.mark.slow
 def test_layers_are_drawn_for_each_size_with_names_and_units(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,6 +118,7 @@ def test_layers_are_drawn_for_each_size_with_names_and_units(
     assert shown._repr_png_() == picture.read_bytes()
 
 
+@pytest.mark.slow
 def test_bars_of_a_bench_differ_in_hatch_and_have_units(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ from command_line import run_here
 from finetune_runs import comparable, losses, without_plots
 from folder_makers import assert_same_weights, weights_of
 from pretrain_runs import Pretrainer, write_text
+from slow_params import slow
 
 from openelm_mlx.checkpoint import load_model
 from openelm_mlx.objectives import language_model_loss
@@ -56,7 +57,7 @@ def assert_same_run(found: Path, expected: Path) -> None:
     assert_same_weights(*(weights_of(load_model(folder)) for folder in (found, expected)))
 
 
-@pytest.mark.parametrize("mode", ["packed", "corenet"])
+@pytest.mark.parametrize("mode", ["packed", *slow("corenet")])
 def test_a_run_that_failed_resumes_bit_for_bit(
     mode: str, pretrain: Pretrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +73,7 @@ def test_a_run_that_failed_resumes_bit_for_bit(
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_damaged_state_gives_way_to_the_one_before(pretrain: Pretrainer, tmp_path: Path) -> None:
     pretrain.run(tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "run")
@@ -85,10 +87,10 @@ def test_a_damaged_state_gives_way_to_the_one_before(pretrain: Pretrainer, tmp_p
 
 def test_a_finished_run_is_left_as_it_is(pretrain: Pretrainer, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    pretrain.run(run)
+    pretrain.run(run, "--iters", 3)
     before = {name: (run / name).read_bytes() for name in ("metrics.jsonl", "model.safetensors")}
     states = sorted((run / "states").iterdir())
-    assert "finished at step 12" in pretrain.run(run, "--resume")
+    assert "finished at step 3" in pretrain.run(run, "--iters", 3, "--resume")
     assert {name: (run / name).read_bytes() for name in before} == before
     assert sorted((run / "states").iterdir()) == states
 
@@ -146,17 +148,18 @@ def test_a_run_keeps_its_recipe_so_that_resuming_needs_the_folder_alone(
     pretrain: Pretrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    pretrain.run(run, "--iters", 8)
+    pretrain.run(run, "--iters", 3)
     before = load_model(run)
     outcome = run_here(capsys, "pretrain", "--output", run, "--resume")
     assert outcome.code == 0, outcome.err
     after = weights_of(load_model(run))
     assert all(mx.array_equal(a, after[name]).item() for name, a in weights_of(before).items())
-    longer = run_here(capsys, "pretrain", "--output", run, "--resume", "--iters", 10)
+    longer = run_here(capsys, "pretrain", "--output", run, "--resume", "--iters", 4)
     assert longer.code == 0, longer.err
-    assert len(losses(run)) == 10
+    assert len(losses(run)) == 4
 
 
+@pytest.mark.slow
 def test_an_early_stop_saves_the_best_weights(pretrain: Pretrainer, tmp_path: Path) -> None:
     run = tmp_path / "run"
     rising = ["--learning-rate", 3.0, "--iters", 40, "--steps-per-eval", 1, "--early-stopping", 2]

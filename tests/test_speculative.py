@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from chain_model import chain, chain_model
+from slow_params import slow_cases
 
 from openelm_mlx.cache import make_cache
 from openelm_mlx.config import ModelArgs
@@ -18,7 +19,6 @@ from openelm_mlx.speculative import speculative_decode
 
 PROMPT = [1, 17, 4, 9, 33, 21, 17, 4, 9, 33, 2, 40, 12, 17, 4]
 DRAFTS = ["lookup", "other", "itself"]
-SLOW = pytest.mark.slow
 
 
 @pytest.fixture
@@ -49,8 +49,9 @@ def samplers(temp: float) -> Iterator[Sampler]:
         yield make_sampler(temp, top_p=0.95, seed=3) if temp else greedy
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize(
+    ("n", "compiled"), [(4, False), *slow_cases((1, False), (1, True), (4, True))]
+)
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_greedy_tokens_are_those_of_plain_decoding(
     tiny_model: Model,
@@ -74,8 +75,14 @@ def test_so_they_are_for_every_draft_length(
             assert speculate(tiny_model, draft, n, max_tokens=64) == plain, n
 
 
-@pytest.mark.parametrize("processors", [[], [repetition_penalty(1.3)]], ids=["plain", "penalty"])
-@pytest.mark.parametrize("temp", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("processors", "temp"),
+    [
+        ([repetition_penalty(1.3)], 1.0),
+        *slow_cases(([repetition_penalty(1.3)], 0.0), ([], 0.0), ([], 1.0)),
+    ],
+    ids=["penalty-1", "penalty-0", "plain-0", "plain-1"],
+)
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_seeded_samples_are_those_of_plain_decoding(
     tiny_model: Model,
@@ -217,7 +224,7 @@ def test_exactly_max_tokens_come_out_and_the_cache_is_left_as_decode_leaves_it(
 
 @pytest.mark.parametrize(
     ("stop_after", "compiled"),
-    [(3, False), (6, True), *(pytest.param(n, n % 2 == 0, marks=SLOW) for n in range(1, 13))],
+    [(6, True), *slow_cases((3, False), *((n, n % 2 == 0) for n in range(1, 13)))],
 )
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_after_a_stop_the_cache_can_be_continued(

@@ -12,6 +12,7 @@ from folder_makers import assert_same_weights
 from golden_lora import largest, logits, randomise
 from model_makers import random_tokens
 from peft_folders import LINEAR, TABLE, base_folder, base_model, tensors_in
+from when_used import WhenUsed
 
 from convert.peft import from_peft, to_peft
 from openelm_mlx.adapter_fuse import fuse_model
@@ -27,10 +28,8 @@ from openelm_mlx.model import Model
 
 pytestmark = pytest.mark.slow
 
-torch = pytest.importorskip("torch")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    peft = pytest.importorskip("peft")
+torch: Any = WhenUsed("torch")
+peft: Any = WhenUsed("peft")
 
 TOKENS = random_tokens(2, 9, 61)
 TARGETS = ["qkv_proj", "out_proj", "proj_1", "proj_2", "token_embeddings"]

@@ -3,6 +3,7 @@
 import argparse
 import warnings
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import golden_set  # imports openelm_mlx before mlx
 import mlx.core as mx
 import numpy as np
 import pytest
+from when_used import WhenUsed
 
 from convert import pt_file
 
-torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.slow  # importing torch takes seconds; test_pt_file has what it wrote
+torch: Any = WhenUsed("torch")
 
 GOLDENS = sorted(
     str(path.relative_to(root))
@@ -168,7 +171,6 @@ def test_modules_parameters_and_odd_tensors_are_read(tmp_path: Path, protocol: i
     assert_same(saved(tmp_path, tree, pickle_protocol=protocol), tree)
 
 
-@pytest.mark.slow  # torch imports its compiler with the first optimizer
 def test_the_state_of_a_training_run_is_read(tmp_path: Path) -> None:
     layer = torch.nn.Linear(3, 2).to(torch.bfloat16)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3)
@@ -199,21 +201,32 @@ def test_torchs_own_small_types_become_plain_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tree", "message"),
+    ("make", "message"),
     [
-        (torch.ones(2).to(torch.float8_e4m3fn), "a tensor of torch.float8_e4m3fn, which MLX has"),
-        (torch.ones(2, dtype=torch.complex128), "a tensor of torch.complex128, which MLX has"),
-        (torch.ones(2).to_sparse(), "refuses to load 'torch._utils._rebuild_sparse_tensor'"),
-        (torch.ones(2, device="meta"), "_rebuild_meta_tensor_no_storage"),
-        (torch.nn.Linear(1, 1), "refuses to load 'torch.nn.modules.linear.Linear'"),
-        ({"opts": argparse.Namespace(a=1)}, "refuses to load 'argparse.Namespace'"),
-        (torch.ones(2).untyped_storage(), "holds a bare storage"),
+        (
+            lambda: torch.ones(2).to(torch.float8_e4m3fn),
+            "a tensor of torch.float8_e4m3fn, which MLX has",
+        ),
+        (
+            lambda: torch.ones(2, dtype=torch.complex128),
+            "a tensor of torch.complex128, which MLX has",
+        ),
+        (
+            lambda: torch.ones(2).to_sparse(),
+            "refuses to load 'torch._utils._rebuild_sparse_tensor'",
+        ),
+        (lambda: torch.ones(2, device="meta"), "_rebuild_meta_tensor_no_storage"),
+        (lambda: torch.nn.Linear(1, 1), "refuses to load 'torch.nn.modules.linear.Linear'"),
+        (lambda: {"opts": argparse.Namespace(a=1)}, "refuses to load 'argparse.Namespace'"),
+        (lambda: torch.ones(2).untyped_storage(), "holds a bare storage"),
     ],
     ids=["float8", "complex128", "sparse", "meta", "module", "settings", "storage"],
 )
-def test_what_is_no_plain_tensor_is_refused(tmp_path: Path, tree: Any, message: str) -> None:
+def test_what_is_no_plain_tensor_is_refused(
+    tmp_path: Path, make: Callable[[], Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=rf"t\.pt: .*({message})"):
-        saved(tmp_path, tree)
+        saved(tmp_path, make())
 
 
 def test_files_of_old_torch_and_torchscript_are_refused_with_what_to_do(tmp_path: Path) -> None:
