@@ -21,7 +21,7 @@ LAYERS = {
     "foundation": "atomic blas",
     "0": """cache chat_template compressed config config_check detokenizer distributed doctor
         document_stream evaluation_args graph_count hub interrupts losses metrics mismatch optim
-        plots preference_args published python_text recipe
+        plots plots_bench plots_layers preference_args published python_text recipe
         recipe_flags recipe_values run_flags sampling scaling scoring_plan sentencepiece_json
         text_files text_filters text_formats tokenizer tokenizer_backends tokenizer_codec
         tokenizer_files tokenizer_search watchdog
