@@ -16,6 +16,7 @@ from openelm_mlx.evaluation_args import PerplexityArgs, TaskArgs
 from openelm_mlx.evaluation_record import Partial, record_of, today, write_result
 from openelm_mlx.plots import COLOURS, STYLES, have_matplotlib, new_figure, save_figure
 from openelm_mlx.scored_models import of_model
+from openelm_mlx.suites import headline
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ def scores_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
         columns["perplexity"] = [row["perplexity"] for row in rows]
         columns["bits a byte"] = [row["bits_per_byte"] for row in rows]
     for task in rows[0].get("results", {}) if rows else ():
-        columns[task] = [row["results"][task]["acc"] for row in rows]
+        columns[task] = [headline(row["results"][task]) for row in rows]
     return columns
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from openelm_mlx.plots import COLOURS, have_matplotlib, new_figure, save_figure
+from openelm_mlx.suites import headline
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +180,7 @@ def _change(row: Mapping[str, Any], first: Mapping[str, Any]) -> str:
 
 def _accuracy(row: Mapping[str, Any], task: str) -> str:
     values = row.get("results", {}).get(task)
-    return "" if values is None else f"{values['acc']:.4f}"
+    return "" if values is None else f"{headline(values):.4f}"
 
 
 def _size(count: int) -> str:

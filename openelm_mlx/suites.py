@@ -36,7 +36,8 @@ def run_tasks(
 
     Returns:
         ``results``: task -> ``acc``, ``acc_norm`` or other metrics as fractions, their standard
-        errors (``acc_stderr``, …) and ``n``; and perhaps ``published``, see
+        errors (``acc_stderr``, …) and ``n``; of a suite whose tasks were all scored ``average``,
+        as in the paper's table; and perhaps ``published``, see
         :func:`openelm_mlx.published.beside_published`.
 
     Raises:
@@ -49,8 +50,23 @@ def run_tasks(
     else:
         results = _harness(model, tokenizer, args)
     scored: dict[str, Any] = {"results": results}
-    beside = None if args.suite is None else beside_published(args.suite, name, results)
-    return scored if beside is None else {**scored, "published": beside}
+    if args.suite is not None:
+        scored["average"] = _average(args.suite, results)
+        scored["published"] = beside_published(args.suite, name, results)
+    return {key: value for key, value in scored.items() if value is not None}
+
+
+def _average(suite: str, results: Mapping[str, Mapping[str, Any]]) -> float | None:
+    """Mean of the metrics that the paper's table has, where all its tasks were scored."""
+    tasks = SUITE_TASKS[suite]
+    if any(task.metric not in results.get(task.task, {}) for task in tasks):
+        return None
+    return sum(results[task.task][task.metric] for task in tasks) / len(tasks)
+
+
+def headline(scores: Mapping[str, Any]) -> float:
+    """The one number to show of a task: its accuracy, or else the first metric it has."""
+    return float(scores[_names(scores)[0]])
 
 
 def _commonsense(model: Model, tokenizer: Tokenizer, args: TaskArgs) -> dict[str, dict[str, Any]]:
@@ -104,9 +120,14 @@ def render_tasks(scored: Mapping[str, Any]) -> str:
     for task, scores in scored["results"].items():
         row = [task, f"{scores['n']:,}", *(_score(scores, name) for name in _columns(scored))]
         rows.append([*row, *_compared(beside, beside and beside["tasks"].get(task))])
-    if beside and "average" in beside:
-        row = ["average", "", *("" for _ in _columns(scored))]
-        rows.append([*row, *_compared(beside, beside["average"])])
+    if "average" in scored:
+        row = [
+            "average (the paper's metrics)",
+            "",
+            f"{100 * scored['average']:.2f}",
+            *("" for _ in _columns(scored)[1:]),
+        ]
+        rows.append([*row, *_compared(beside, beside and beside.get("average"))])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
@@ -119,13 +140,18 @@ def render_tasks(scored: Mapping[str, Any]) -> str:
 
 def _columns(scored: Mapping[str, Any]) -> list[str]:
     """Names of the metrics that any task has; accuracies first."""
-    found = dict.fromkeys(
-        name
-        for scores in scored["results"].values()
-        for name in scores
-        if name not in _NO_SCORES and not name.endswith("_stderr")
-    )
-    return sorted(found, key=lambda name: name not in _SHOWN)
+    found = dict.fromkeys(name for scores in scored["results"].values() for name in _names(scores))
+    return sorted(found, key=_place)
+
+
+def _names(scores: Mapping[str, Any]) -> list[str]:
+    """The metrics of one task, accuracies first."""
+    names = [n for n in scores if n not in _NO_SCORES and not n.endswith("_stderr")]
+    return sorted(names, key=_place)
+
+
+def _place(name: str) -> int:
+    return _SHOWN.index(name) if name in _SHOWN else len(_SHOWN)
 
 
 def _score(scores: Mapping[str, Any], name: str) -> str:

@@ -7,7 +7,7 @@ import pytest
 from openelm_mlx import lm_tasks
 from openelm_mlx.evaluation_args import SUITES, TaskArgs
 from openelm_mlx.published import SUITE_TASKS
-from openelm_mlx.suites import render_tasks, run_tasks
+from openelm_mlx.suites import headline, render_tasks, run_tasks
 
 NOTHING: Any = None  # model and tokenizer: the runs below score nothing
 
@@ -64,8 +64,27 @@ def test_the_table_shows_published_scores_and_differences(runs: list[dict[str, A
     (line,) = [line for line in lines if line.startswith("hellaswag")]
     assert "25  50.00 ± 10.00  50.00 ± 10.00" in line
     assert line.split()[-5:] == ["51.58", "(acc_norm)", "-1.58", "±", "10.01"]
-    assert lines[-2].split()[:2] == ["average", "40.54"]
+    assert lines[-2].startswith("average (the paper's metrics)")
+    assert lines[-2].split()[4:6] == ["50.00", "40.54"]
     assert lines[-1].startswith("published: 270M-Instruct, model card")
+
+
+def test_the_average_is_of_the_metrics_that_were_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(_: Any, __: Any, tasks: list[str], **___: Any) -> dict[str, dict[str, Any]]:
+        return {task: {"acc": 0.25, "acc_norm": 0.5, "n": 4} for task in tasks if task != missing}
+
+    monkeypatch.setattr(lm_tasks, "run_harness", run)
+    missing = ""
+    scored = run_tasks(NOTHING, NOTHING, TaskArgs(suite="zero-shot"))
+    assert scored["average"] == pytest.approx((4 * 0.5 + 3 * 0.25) / 7)
+    missing = "sciq"
+    assert "average" not in run_tasks(NOTHING, NOTHING, TaskArgs(suite="zero-shot"))
+
+
+def test_the_number_to_show_of_a_task_is_its_accuracy_where_it_has_one() -> None:
+    assert headline({"acc_norm": 0.5, "acc_norm_stderr": 0.1, "acc": 0.25, "n": 3}) == 0.25
+    assert headline({"likelihood_diff": 3.5, "pct_stereotype": 0.6, "n": 3}) == 0.6
+    assert headline({"word_perplexity": 12.0, "n": 3, "num_fewshot": 0}) == 12.0
 
 
 def test_the_table_shows_other_metrics_as_they_are() -> None:
