@@ -1,10 +1,11 @@
 """Stage: ``openelm evaluate``: perplexity of text, and scores on tasks.
 
-The flags are here, the work is in ``evaluation``, so that help is quick.
+The flags are here, the work is imported when it is run, so that help is quick.
 """
 
 import argparse
 
+from openelm_mlx.atomic import refuse_existing_file
 from openelm_mlx.evaluation_args import SUITES, PerplexityArgs, TaskArgs
 
 
@@ -52,11 +53,41 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run ``openelm evaluate``."""
+    """Run ``openelm evaluate``: one model, a run's checkpoints, or several models."""
     text, tasks = _what(args)
-    from openelm_mlx.evaluation import evaluate  # MLX and the model
+    models = [*args.model, *(args.compare or [])]
+    _check(args, models)
+    if args.output:
+        refuse_existing_file(args.output, overwrite=args.overwrite)
+    if args.checkpoints:
+        from openelm_mlx.checkpoint_scores import score_checkpoints
+
+        return score_checkpoints(args, text, tasks)
+    if len(models) > 1:
+        from openelm_mlx.comparison import compare
+
+        return compare(args, models, text, tasks)
+    from openelm_mlx.evaluation import evaluate
 
     return evaluate(args, text, tasks)
+
+
+def _check(args: argparse.Namespace, models: list[str]) -> None:
+    """Refuse what cannot be meant.
+
+    Raises:
+        ValueError: saying what contradicts what.
+    """
+    if args.checkpoints and (args.compare is not None or len(models) > 1):
+        raise ValueError("--checkpoints scores one run; leave --compare and further models out")
+    if not models and not args.checkpoints:
+        raise ValueError("give --model M, --checkpoints DIR or --compare M M")
+    if args.adapter_path and (len(models) != 1 or args.checkpoints):
+        raise ValueError("--adapter-path goes with one --model; give --compare the adapter folders")
+    if args.average_last is not None and (not args.checkpoints or args.average_last < 2):
+        raise ValueError("--average-last takes 2 states or more, and goes with --checkpoints")
+    if args.compare is not None and len(models) < 2:
+        raise ValueError(f"--compare needs two models at least, got {len(models)}")
 
 
 def _what(args: argparse.Namespace) -> tuple[PerplexityArgs | None, TaskArgs | None]:

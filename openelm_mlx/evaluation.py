@@ -1,4 +1,4 @@
-"""The work of ``openelm evaluate``: one model on text and tasks; several, and runs, elsewhere."""
+"""One model measured on text and tasks: the work that all forms of ``openelm evaluate`` share."""
 
 import argparse
 import logging
@@ -10,7 +10,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from openelm_mlx.atomic import refuse_existing_file
 from openelm_mlx.evaluation_args import PerplexityArgs, TaskArgs
 from openelm_mlx.evaluation_record import Partial, record_of, today, write_result
 from openelm_mlx.perplexity import TextScore, pieces_of, score_pieces
@@ -21,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def evaluate(args: argparse.Namespace, text: PerplexityArgs | None, tasks: TaskArgs | None) -> int:
-    """Measure what was asked for, print it, and write it where ``--output`` says.
+    """Measure one model, print the result, and write it where ``--output`` says.
 
     Args:
         args: the flags of ``openelm evaluate``.
@@ -31,20 +30,9 @@ def evaluate(args: argparse.Namespace, text: PerplexityArgs | None, tasks: TaskA
     Returns:
         The exit code.
     """
-    if args.output:
-        refuse_existing_file(args.output, overwrite=args.overwrite)
-    models = [*args.model, *(args.compare or [])]
-    _check(args, models)
-    if len(models) > 1 or args.compare is not None:
-        from openelm_mlx.comparison import compare
-
-        return compare(args, models, text, tasks)
-    if args.checkpoints:
-        from openelm_mlx.checkpoint_scores import score_checkpoints
-
-        return score_checkpoints(args, text, tasks)
+    (name,) = args.model
     model = open_model(
-        models[0],
+        name,
         adapter_path=args.adapter_path,
         tokenizer=args.tokenizer,
         float32=args.float32,
@@ -65,19 +53,6 @@ def evaluate(args: argparse.Namespace, text: PerplexityArgs | None, tasks: TaskA
         write_result(args.output, {**result, "date": today()}, overwrite=args.overwrite)
         partial.remove()
     return 0
-
-
-def _check(args: argparse.Namespace, models: list[str]) -> None:
-    if args.checkpoints and (args.compare is not None or len(models) > 1):
-        raise ValueError("--checkpoints scores one run; leave --compare and further models out")
-    if not models and not args.checkpoints:
-        raise ValueError("give --model M, --checkpoints DIR or --compare M M")
-    if args.adapter_path and (len(models) != 1 or args.checkpoints):
-        raise ValueError("--adapter-path goes with one --model; give --compare the adapter folders")
-    if args.average_last is not None and (not args.checkpoints or args.average_last < 2):
-        raise ValueError("--average-last takes 2 states or more, and goes with --checkpoints")
-    if args.compare is not None and len(models) < 2:
-        raise ValueError(f"--compare needs two models at least, got {len(models)}")
 
 
 def measure(
