@@ -30,18 +30,21 @@ def record_of(
 
     Args:
         text: what text is scored; its files are hashed.
-        tasks: which tasks are scored.
+        tasks: which tasks are scored; local files of theirs are hashed.
         settings: more of them.
 
     Raises:
         FileNotFoundError: if a file of text is missing.
     """
-    hashes: dict[str, Any] = {}
+    files: list[Path] = []
     if text is not None:
         settings = asdict(text) | settings
-        hashes["data"] = {str(file): sha256_of([file]) for file in find_files(text.data)}
+        files += find_files(text.data)
     if tasks is not None:
         settings = asdict(tasks) | settings
+        files += sorted(Path(tasks.data_dir).glob("*/test.json")) if tasks.data_dir else []
+        files += [Path(task) for task in tasks.tasks if Path(task).is_file()]
+    hashes = {"data": {str(file): sha256_of([file]) for file in files}}
     more = ["lm-eval"] if tasks is not None else []
     return {"settings": settings, "versions": versions("mlx-lm", *more), "hashes": hashes}
 
