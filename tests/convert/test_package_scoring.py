@@ -138,3 +138,33 @@ def test_tasks_need_an_mlx_model(
     outcome = run_here(capsys, "evaluate", "--model", package, *flags)
     assert outcome.code == 1
     assert "is no MLX model, and tasks need one" in outcome.err
+
+
+def test_tasks_of_a_comparison_are_scored_for_mlx_models_only(
+    capsys: pytest.CaptureFixture[str],
+    model: Model,
+    tmp_path: Path,
+    tiny_tokenizer: tiny.TinyTokenizer,
+) -> None:
+    base = small_folder(tmp_path / "base", tiny_tokenizer.tokenizer, model)
+    package = small_package(tmp_path / "Small.mlpackage", model)
+    file = tmp_path / "tasks" / "boolq" / "test.json"
+    file.parent.mkdir(parents=True)
+    question = "was it a wolf?\n\nAnswer format: true/false"
+    items = [{"instruction": question, "input": "", "answer": a} for a in ("true", "false")]
+    file.write_text(json.dumps(items))
+    output = tmp_path / "o.json"
+    outcome = run_here(
+        *(capsys, "evaluate", "--compare", base, package, "--suite", "commonsense"),
+        *("--data-dir", tmp_path / "tasks", "--output", output),
+    )
+    assert outcome.code == 0, outcome.err
+    assert "is no MLX model, so it gets no tasks" in outcome.err
+    result = json.loads(output.read_text())
+    mine, theirs = result["models"].values()
+    assert mine["results"]["boolq"]["acc"] == 0.5  # one option is likelier, and right once
+    assert "results" not in theirs
+    assert list(result["hashes"]["data"]) == [str(file)]
+    assert [line.split()[0] for line in outcome.out.splitlines()] == [
+        *("model", "base", "Small.mlpackage")
+    ]
