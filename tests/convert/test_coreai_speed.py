@@ -1,5 +1,7 @@
 """What a Core AI bundle of the 270M costs on this machine; run with ``pytest -m benchmark -s``."""
 
+import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -55,11 +57,15 @@ def test_codes_of_4_bits_stay_small(
 
 
 def exported(folder: Path, output: Path, weights: str) -> tuple[float, Export]:
-    start = time.perf_counter()
+    """Seconds of CPU that an export takes: other programs' work does not count."""
+    start, cpu = time.perf_counter(), time.process_time()
     done = export(folder, output, weights=weights, check=False)
-    seconds = time.perf_counter() - start
-    say(f"{weights}: exported in {seconds:.1f} s, {done.bytes / 1e6:.0f} MB")
-    return seconds, done
+    cpu = time.process_time() - cpu
+    wall, size = time.perf_counter() - start, done.bytes / 1e6
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    say(f"{weights}: exported in {wall:.1f} s ({cpu:.1f} s of CPU), {size:.0f} MB, at most "
+        f"{memory:.1f} GB in memory")  # fmt: skip
+    return cpu, done
 
 
 def against_mlx(done: Export, model: Model, *, steps: int) -> tuple[float, float, float]:
@@ -70,11 +76,13 @@ def against_mlx(done: Export, model: Model, *, steps: int) -> tuple[float, float
         say(f"loaded in {time.perf_counter() - start:.1f} s")
         for _ in range(ROUNDS):
             runner.reset()
-            prefill = time.perf_counter()
+            start, cpu = time.perf_counter(), cpu_seconds(runner)
             found = [runner.feed_all(IDS[:PROMPT])]
-            say(f"prefill of {PROMPT} tokens: {time.perf_counter() - prefill:.2f} s")
+            wall, cpu = time.perf_counter() - start, cpu_seconds(runner) - cpu
+            say(f"prefill of {PROMPT} tokens: {wall:.2f} s ({cpu:.2f} s of CPU)")
             cache = make_cache(len(model.layers))
             expected = [np.array(model(mx.array([IDS[:PROMPT]]), cache)[0])]
+            cpu, own = cpu_seconds(runner), time.process_time()
             for token in IDS[PROMPT : PROMPT + steps]:
                 start = time.perf_counter()
                 found.append(runner.feed_all([token]))
@@ -82,12 +90,21 @@ def against_mlx(done: Export, model: Model, *, steps: int) -> tuple[float, float
                 expected.append(np.array(model(mx.array([[token]]), cache)[0]))
                 times["Core AI"].append(middle - start)
                 times["MLX"].append(time.perf_counter() - middle)
+            cpu, own = cpu_seconds(runner) - cpu, time.process_time() - own
+            say(f"CPU a token: Core AI {cpu / steps:.3f} s, MLX {own / steps:.3f} s")
     error = float(np.abs(np.concatenate(found) - np.concatenate(expected)).max())
     for name, values in times.items():
         spread = f"[{min(values):.3f}-{max(values):.3f}]"
         say(f"{name}: {median(values):.3f} s a token {spread}, {1 / median(values):.2f} tokens/s")
     say(f"largest error of a logit {error:.2e}")
     return median(times["Core AI"]), median(times["MLX"]), error
+
+
+def cpu_seconds(runner: Runner) -> float:
+    """What the runtime's process has used so far; 0 where /proc is not."""
+    stat = Path(f"/proc/{runner._process.pid}/stat")
+    fields = stat.read_text().rpartition(")")[2].split() if stat.is_file() else [0] * 13
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def say(line: str) -> None:
