@@ -24,10 +24,15 @@ STAND_INS: dict[str, str] = {
     **{"FILE.mlpackage": "package.mlpackage", "BUNDLE": "bundle", "CKPT...": "tiny openelm-270m"},
     **{"PATH...": "corpus/train.jsonl corpus/valid.jsonl", "FILE.json": "numbers.json"},
     **{"FILE.jsonl": "prompts.jsonl", "apple/OpenELM-270M-Instruct": "openelm-270m"},
-    **{"folder": "tiny", "corpus/": "corpus"},
+    **{"folder": "tiny", "corpus/": "corpus", "commonsense": "my-data", "tuned": "tiny"},
+    **{"tuned-8bit": "tiny", "App.mlpackage": "package.mlpackage"},
 }
 FOR_COMMAND: dict[str, dict[str, str]] = {
     "dpo": {"PATH": "pairs"},
+    "evaluate": {
+        "commonsense": "commonsense",
+        "zero-shot": "commonsense --data-dir dataset",  # whose tasks are on the Hub
+    },
     "bench": {
         **{"--size": "--model", "270M": "tiny"},
         "mlx_lm": "mlx_lm --cases kernels --trials 1",

@@ -49,6 +49,10 @@ def _text(room: Path) -> None:
     (room / "tiny.yaml").write_text(json.dumps(recipe))
     prompts = [json.dumps({"prompt": text}) + "\n" for text in tiny.sentences(3)]
     (room / "prompts.jsonl").write_text("".join(prompts))
+    (room / "dataset" / "boolq").mkdir(parents=True)
+    instruction = "was it old?\n\nAnswer format: true/false"
+    items = [{"instruction": instruction, "answer": "true"}]
+    (room / "dataset" / "boolq" / "test.json").write_text(json.dumps(items))
     row = {"case": "decode", "who": "openelm", "unit": "tokens/s", "median": 2, "ratio": None}
     numbers = {"model": "270M", "rows": [{**row, "low": 1, "high": 3}]}
     (room / "numbers.json").write_text(json.dumps(numbers))
