@@ -59,6 +59,8 @@ class TaskArgs:
             problems.append(f"num_fewshot must be 0 or more, got {self.num_fewshot}")
         if self.suite == "commonsense" and self.data_dir is None:
             problems.append("the commonsense suite needs --data-dir with <task>/test.json files")
+        if self.data_dir is not None and self.suite != "commonsense":
+            problems.append("only the commonsense suite reads --data-dir; leave it out")
         if problems:
             raise ValueError("evaluate: " + "; ".join(problems))
 

@@ -62,10 +62,10 @@ def run_harness(
         FileNotFoundError: if a YAML file is missing, or data cannot be had.
         ValueError: if lm-eval has no such task.
     """
+    names = [_task_name(task) for task in tasks]
     adapter = harness_class()(model, tokenizer, batch_size=batch_size, max_length=max_length)
     from lm_eval import simple_evaluate
 
-    names = [_task_name(task) for task in tasks]
     manager = _task_manager(names)
     _check_names(names, manager.all_tasks)
     with _in_one_process(), _quiet_harness(), _explained(names):

@@ -53,10 +53,10 @@ def write(path: Path, records: object) -> Path:
 @pytest.fixture
 def data_dir(tmp_path: Path) -> Path:
     """Two tasks of some items each."""
-    words = tiny.sentences(8, seed=2)
+    words = tiny.sentences(5, seed=2)
     write(tmp_path / "data" / "boolq" / "test.json", [item(text) for text in words])
     last, options = FORMATS["social_i_qa"]
-    records = [item(text, last, answer=options[i % 3]) for i, text in enumerate(words[:6])]
+    records = [item(text, last, answer=options[i % 3]) for i, text in enumerate(words[:5])]
     write(tmp_path / "data" / "social_i_qa" / "test.json", records)
     return tmp_path / "data"
 

@@ -189,6 +189,7 @@ def test_float32_computes_in_float32_whatever_the_weights_are(
         (["--data", "{data}", "--num-fewshot", 3], "--num-fewshot has no effect without --tasks"),
         (["--tasks", "x", "--stride", 3], "--stride has no effect without --data"),
         (["--suite", "commonsense"], "needs --data-dir"),
+        (["--suite", "openllm", "--data-dir", "x"], "only the commonsense suite reads --data-dir"),
         (["--data", "missing.txt"], "missing.txt does not exist"),
         (["--data", "{data}", "--text-key", "body"], 'has no key "body"'),
         (["--data", "{data}", "--checkpoints", "x", "--compare", "a", "b"], "scores one run"),
