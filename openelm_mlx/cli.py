@@ -29,6 +29,7 @@ COMMANDS: dict[str, Route] = {
     "evaluate": ("openelm_mlx.evaluate", "", "perplexity of text, and scores on tasks"),
     "info": ("openelm_mlx.info", "", "layers, widths, parameters, bytes, and where a folder runs"),
     "bench": ("openelm_mlx.bench", "", "speed and memory, side by side with mlx_lm"),
+    "demo": ("openelm_mlx.demo", "", "the whole road on a small model, offline, in 3 minutes"),
     "plot": ("openelm_mlx.plot_command", "", "draw a run's loss, a bench, or a model's layers"),
     "doctor": ("openelm_mlx.doctor", "", "versions, backend, memory, and what is missing"),
     "check-release": ("openelm_mlx.check_release", "", "hold a release against published facts"),

@@ -2,8 +2,10 @@
 
 For runs that need real text and no network: the demo and a test. Sources are read as text and
 never imported; the order depends on the Python version alone. Knows no tokens.
+``python -m openelm_mlx.python_text DIR`` writes them as the training commands read them.
 """
 
+import argparse
 import ast
 import inspect
 import json
@@ -11,14 +13,16 @@ import random
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
 _SKIPPED = {"encodings", "idlelib", "lib2to3", "pydoc_data", "test", "tests", "turtledemo"}
 _PIECE = 800  # characters from which on a piece of the reference ends with its paragraph
 _ANSWER = range(24, 161)  # characters of an answer
+_EVERY = 12  # one of so many records is not trained on
 _PUBLIC_NAMES = {"posixpath": "os.path"}  # files whose contents are known under another name
 
 
@@ -93,8 +97,35 @@ def preferences() -> Iterator[dict[str, str]]:
         }
 
 
+def write_all(folder: str | Path, *, limit: int | None = None) -> dict[str, int]:
+    """Write ``text`` and ``questions``, each with train and valid; files there are replaced.
+
+    ``text/questions.jsonl`` holds the questions of the validation part with their answers, as text.
+
+    Args:
+        folder: made where it is missing.
+        limit: documents and questions at most; None takes all.
+
+    Returns:
+        How many documents and questions there are.
+
+    Raises:
+        FileNotFoundError: where the installation has no sources.
+    """
+    folder = Path(folder)
+    texts = list(islice(documents(), limit))
+    asked = list(islice(question_answers(), limit))
+    write_split(folder / "text", ({"text": text} for text in texts), every=100)
+    write_split(folder / "questions", asked)
+    lines = [
+        json.dumps({"text": f"{q['prompt']} {q['completion']}"}) + "\n" for q in asked[::_EVERY]
+    ]
+    (folder / "text" / "questions.jsonl").write_text("".join(lines), encoding="utf-8")
+    return {"documents": len(texts), "questions": len(asked)}
+
+
 def write_split(
-    folder: str | Path, records: Iterable[Mapping[str, str]], *, every: int = 12
+    folder: str | Path, records: Iterable[Mapping[str, str]], *, every: int = _EVERY
 ) -> Path:
     """Write records as a folder that the training commands read.
 
@@ -215,3 +246,20 @@ def _topics() -> Iterator[str]:
                 text = ast.literal_eval(value)
                 if isinstance(text, str) and text.strip():
                     yield text.strip()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the text of this Python; see :func:`write_all`."""
+    parser = argparse.ArgumentParser(prog="python -m openelm_mlx.python_text", description=__doc__)
+    parser.add_argument("folder", metavar="DIR", help="folder to write into")
+    parser.add_argument("--limit", type=int, metavar="N", help="documents and questions at most")
+    args = parser.parse_args(argv)
+    made = write_all(args.folder, limit=args.limit)
+    sys.stdout.write(
+        f"{args.folder}: {made['documents']:,} texts, {made['questions']:,} questions\n"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -65,7 +65,8 @@ LAYERS = {
         tokenizer_training tuning_run""",
     "6": """bench bench_cases bench_evaluation bench_report bench_run bench_shared
         bench_start bench_training
-        bench_work check_release demo plot_command convert.coreml_run""",
+        bench_work check_release demo demo_report demo_room demo_run demo_steps
+        plot_command convert.coreml_run""",
     "7": "cli convert.cli",
 }
 # One thing split for reading: its parts may import each other though in one layer (patterns).
@@ -80,6 +81,7 @@ FAMILIES = (
     "non_finite progress replay run_folder trainer training_step validation",
     "batch* chat generate generation_settings serve*",
     "bench* plot_command",
+    "demo*",
     """bundle_scoring checkpoint_finder checkpoint_scores comparison* evaluat* package_scoring
         pretrain_settings scored_models suites""",
     "lm_* suites",
