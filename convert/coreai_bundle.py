@@ -100,7 +100,7 @@ def _metadata(contents: Contents, asset: str) -> dict[str, Any]:
             "function_map": {"main": [FUNCTION]},
             "states": dict.fromkeys(STATES, "kv_cache"),
         },
-        "source": {"model_definition": "mlx", "hf_model_id": source.name},
+        "source": {"hf_model_id": source.name},  # a model_definition may only be "torch"
         "compression": "mlx affine" if contents.weights.startswith("mlx") else None,
         "user_data": {
             _KIND: contents.weights,

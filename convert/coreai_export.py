@@ -62,7 +62,7 @@ def export(
         RuntimeError: if Apple's runtime fails.
         ValueError: if a setting is wrong, there is no tokenizer, or the bundle does not hold.
     """
-    output = Path(output)
+    output = Path(output).expanduser()
     if output.suffix == ".aimodel":
         raise ValueError(f"{output}: give the name of a folder; the .aimodel will lie inside it")
     authoring()
@@ -77,7 +77,7 @@ def export(
     model = load_fused(source.folder, adapter_path)
     kind = settle(model, weights)
     contents = Contents(
-        name=output.name,
+        name=output.resolve().name,
         source=source,
         args=model.args,
         weights=kind,

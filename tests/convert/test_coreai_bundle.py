@@ -40,6 +40,7 @@ def bundle(made: Export, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made.folder, tmp_path / "bundle"))
 
 
+@pytest.mark.slow
 def test_the_metadata_say_what_the_swift_package_reads(made: Export) -> None:
     found = json.loads((made.folder / "metadata.json").read_text())
     assert found["metadata_version"] == "0.2"
@@ -49,6 +50,7 @@ def test_the_metadata_say_what_the_swift_package_reads(made: Export) -> None:
     assert (language["vocab_size"], language["max_context_length"]) == (320, 2048)
     assert language["embedded_tokenizer"] is True
     assert language["function_map"] == {"main": ["main"]}
+    assert found["source"] == {"hf_model_id": "source"}
     assert all(isinstance(value, str) for value in found["user_data"].values())  # Swift: strings
 
 
