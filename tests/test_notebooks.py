@@ -17,6 +17,9 @@ SMALL = {
         **{"UPDATES": 20, "TUNING_UPDATES": 8, "QUESTIONS": 120},
         **{"VOCAB": 400, "DOCUMENTS": 150},
     },
+    "03_export_coreml": {
+        **{"UPDATES": 6, "VOCAB": 400, "DOCUMENTS": 120, "KINDS": ("fp16", "palette4")},
+    },
     "04_layerwise_scaling": {"UPDATES": 8, "SEEDS": (0, 1), "VOCAB": 400, "DOCUMENTS": 80},
 }
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -61,6 +64,9 @@ def test_a_notebook_runs_to_its_end_and_leaves_files_only_where_it_says(
         assert len(pictures) == 1
         assert len(variables["before"]) == len(variables["after"]) == 3
         assert variables["valid"][-1] < variables["valid"][0]
+    if path.stem == "03_export_coreml":
+        assert variables["made"].verification.holds
+        assert variables["sizes"]["palette4"] < variables["sizes"]["fp16"]
     if path.stem == "04_layerwise_scaling":
         assert len(pictures) == 3
         assert len(variables["differences"]) == 2
