@@ -219,31 +219,20 @@ def _score(model: Model, batch: Batch, prefix: _Level | None) -> Iterator[tuple[
 def _likelihoods(
     model: Model, hidden: mx.array, rows: Sequence[Row]
 ) -> Iterator[tuple[int, Likelihood]]:
-    """Pick what was asked for out of (B, L, D) hidden states; every valid row of logits counts."""
-    positions: list[int] = []  # in the flattened hidden states, of the rows that are not padding
-    asked: list[tuple[int, int, int]] = []  # index among the positions, target, request
-    for i, row in enumerate(rows):
-        asked += [
-            (len(positions) + j, target, number)
-            for number, targets in row.uses
-            for j, target in enumerate(targets)
-        ]
-        positions += range(i * hidden.shape[1], i * hidden.shape[1] + len(row.tokens))
-    asked.sort()
+    """Number and likelihood of each request of some rows, of their (B, L, D) hidden states."""
+    places, asked = _what_counts(rows, hidden.shape[1])
     flat = hidden.flatten(0, 1)
     logprobs: dict[int, list[float]] = defaultdict(list)
     greedy: dict[int, bool] = defaultdict(lambda: True)
-    done = 0
-    for start in range(0, len(positions), _HEAD_ROWS):
-        stop = min(start + _HEAD_ROWS, len(positions))
-        part = asked[done : bisect_left(asked, (stop,))]
-        done += len(part)
-        logits = model.head(flat[mx.array(positions[start:stop])]).astype(mx.float32)
-        index = mx.array([position - start for position, _, _ in part], dtype=mx.int32)
+    for start in range(0, len(places), _HEAD_ROWS):
+        stop = min(start + _HEAD_ROWS, len(places))
+        part = asked[bisect_left(asked, (start,)) : bisect_left(asked, (stop,))]
+        logits = model.head(flat[mx.array(places[start:stop])]).astype(mx.float32)
+        index = mx.array([place - start for place, _, _ in part], dtype=mx.int32)
         targets = mx.array([target for _, target, _ in part], dtype=mx.int32)
         picked = logits[index, targets] - mx.logsumexp(logits, axis=-1)[index]
         likeliest = mx.argmax(logits, axis=-1)[index] == targets
-        mx.eval(picked, likeliest)
+        mx.eval(picked, likeliest)  # one chunk of logits at a time
         values: Any = picked.tolist()
         hits: Any = likeliest.tolist()
         for (_, _, number), value, hit in zip(part, values, hits, strict=True):
@@ -251,3 +240,22 @@ def _likelihoods(
             greedy[number] = greedy[number] and hit
     for number, parts in logprobs.items():
         yield number, Likelihood(math.fsum(parts), greedy[number])
+
+
+def _what_counts(rows: Sequence[Row], length: int) -> tuple[list[int], list[tuple[int, int, int]]]:
+    """Which of the rows' B x ``length`` positions are scored, and for what.
+
+    Returns:
+        The positions that are no padding; and, sorted, the index among them, the target and the
+        number of the request of all that is asked.
+    """
+    places: list[int] = []
+    asked: list[tuple[int, int, int]] = []
+    for i, row in enumerate(rows):
+        asked += [
+            (len(places) + j, target, number)
+            for number, targets in row.uses
+            for j, target in enumerate(targets)
+        ]
+        places += range(i * length, i * length + len(row.tokens))
+    return places, sorted(asked)
