@@ -30,6 +30,7 @@ STAND_INS: dict[str, str] = {
 FOR_COMMAND: dict[str, dict[str, str]] = {
     "dpo": {"PATH": "pairs"},
     "evaluate": {
+        "corpus/valid.jsonl": "prompts.jsonl --text-key prompt",  # short: packages are slow
         "commonsense": "commonsense",
         "zero-shot": "commonsense --data-dir dataset",  # whose tasks are on the Hub
     },
