@@ -19,7 +19,7 @@ _TWO_WORDS = ("convert", "tokenizer")
 # Word of the README -> words in the room; where a command means another thing by it, by command.
 STAND_INS: dict[str, str] = {
     **{"M": "openelm-270m", "DIR": "tiny", "PATH": "my-data", "R": "tiny.yaml", "A": "adapters"},
-    **{"FILE": "corpus/train.jsonl", "RUN": "adapters", "P": "'the old king'", "N": "320"},
+    **{"FILE": "corpus/valid.jsonl", "RUN": "adapters", "P": "'the old king'", "N": "320"},
     **{"FILE.pt": "checkpoint_average.pt", "REPO_OR_DIR": "openelm-270m", "…": "my-data"},
     **{"FILE.mlpackage": "package.mlpackage", "BUNDLE": "bundle", "CKPT...": "tiny openelm-270m"},
     **{"PATH...": "corpus/train.jsonl corpus/valid.jsonl", "FILE.json": "numbers.json"},

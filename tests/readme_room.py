@@ -34,10 +34,10 @@ def furnish(room: Path, tokenizer: Path) -> None:
 
 
 def _text(room: Path) -> None:
-    """Documents long enough for Apple's filters, a recipe for them, and prompts."""
+    """Documents, those to train on long enough for Apple's filters, a recipe, and prompts."""
     (room / "corpus").mkdir()
-    for name, seed in (("train", 1), ("valid", 2)):
-        texts = [" ".join(tiny.sentences(120, seed=seed * 100 + i)) for i in range(8)]
+    for name, seed, long in (("train", 1, 120), ("valid", 2, 2)):
+        texts = [" ".join(tiny.sentences(long, seed=seed * 100 + i)) for i in range(8)]
         lines = [json.dumps({"text": text}) + "\n" for text in texts]
         (room / "corpus" / f"{name}.jsonl").write_text("".join(lines))
     recipe = {
