@@ -1,11 +1,13 @@
 """Suites: which tasks run with how many examples, and how scores are shown."""
 
+import sys
 from typing import Any
 
 import pytest
 
 from openelm_mlx import lm_tasks
 from openelm_mlx.evaluation_args import SUITES, TaskArgs
+from openelm_mlx.lm_harness import _generation_settings, harness_class
 from openelm_mlx.published import SUITE_TASKS
 from openelm_mlx.suites import headline, render_tasks, run_tasks
 
@@ -85,6 +87,31 @@ def test_the_number_to_show_of_a_task_is_its_accuracy_where_it_has_one() -> None
     assert headline({"acc_norm": 0.5, "acc_norm_stderr": 0.1, "acc": 0.25, "n": 3}) == 0.25
     assert headline({"likelihood_diff": 3.5, "pct_stereotype": 0.6, "n": 3}) == 0.6
     assert headline({"word_perplexity": 12.0, "n": 3, "num_fewshot": 0}) == 12.0
+
+
+def test_without_lm_eval_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
+    with pytest.raises(ImportError, match=r"openelm-mlx\[eval\]") as error:
+        harness_class.__wrapped__()
+    assert error.value.name == "lm_eval"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"until": "."}, {"stop": (".",), "max_tokens": 256}),
+        ({"until": ["a", ""], "max_gen_toks": 9}, {"stop": ("a",), "max_tokens": 9}),
+        ({"temperature": 0.7, "max_new_tokens": 3}, {"stop": (), "max_tokens": 3}),
+        (
+            {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "max_tokens": 5},
+            {"stop": (), "max_tokens": 5, "temp": 0.7, "top_p": 0.9},
+        ),
+    ],
+)
+def test_generation_is_greedy_unless_sampling_is_asked_for(
+    given: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert _generation_settings(given) == expected
 
 
 def test_the_table_shows_other_metrics_as_they_are() -> None:
