@@ -81,9 +81,13 @@ def _answers(room: Room) -> Iterator[str]:
             f"> **{each['prompt']}**\n>\n> before: {each['before']}\n>\n> after: {each['after']}"
             f"\n>\n> true: {each['completion']}"
         )
+    scored = room.done.get("perplexity")
+    found = {} if scored is None else scored.facts["perplexity"]
+    values = ", ".join(f"{name} {value:.1f}" for name, value in found.items())
     yield (
         "The questions are none of those it was tuned on. A model of this size learns the form of "
         "an answer, not what is true."
+        + (f" Perplexity of unseen questions with their answers: {values}." if values else "")
     )
 
 

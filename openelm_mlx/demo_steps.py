@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from openelm_mlx import blas
@@ -145,7 +146,7 @@ def perplexity(room: Room) -> None:
         *("--limit", _SCORED, "--sample-tokens", 0, "--output", result, "--overwrite"),
     )
     found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))["models"]
-    room.step.facts["perplexity"] = [row["perplexity"] for row in found.values()]
+    room.step.facts["perplexity"] = {Path(k).stem: row["perplexity"] for k, row in found.items()}
     room.say(*out.rstrip().splitlines())
 
 

@@ -200,7 +200,11 @@ def test_the_whole_road_is_walked_offline_and_reported(
     assert (folder / "OpenELM-bundle").is_dir()
     for step in ("pretrain", "finetune"):
         assert record[step]["facts"]["updates"] > 0
-    assert all(1 < value < 1000 for value in record["perplexity"]["facts"]["perplexity"])
+    scored = record["perplexity"]["facts"]["perplexity"]
+    assert list(scored) == ["base", "lora", "tuned", "4bit", "OpenELM"]
+    assert all(1 < value < 1000 for value in scored.values())
+    assert scored["tuned"] == pytest.approx(scored["lora"], rel=1e-3)
+    assert f"base {scored['base']:.1f}, lora {scored['lora']:.1f}" in report
     if importlib.util.find_spec("matplotlib"):
         assert {"loss.png", "layers.png"} <= {p.name for p in folder.iterdir()}
         assert "![" in report
