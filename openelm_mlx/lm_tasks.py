@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partialmethod
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -173,9 +174,9 @@ def _plain(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     results = {}
     for name, metrics in found["results"].items():
         plain = {
-            key.partition(",")[0]: value
+            key.partition(",")[0]: float(value)
             for key, value in metrics.items()
-            if isinstance(value, int | float) and "," in key
+            if isinstance(value, Real) and "," in key  # NumPy's numbers too, "N/A" not
         }
         results[name] = {**plain, "n": items(name)}
         if name in shots:
