@@ -23,7 +23,7 @@ from openelm_mlx.trainer import Outcome, train
 from openelm_mlx.training_args import TrainArgs
 from openelm_mlx.validation import evaluate
 
-EXIT = {"finished": 0, "data": 0, "interrupted": 130}
+EXIT = {"finished": 0, "data": 0, "time": 0, "interrupted": 130}
 
 
 def rows_of(batch: Batch, mine: slice) -> Batch:
@@ -143,6 +143,12 @@ def ends_early(folder: Path) -> Outcome:
     """As above, but a rank without rows says that its data has ended."""
     batches = OwnRows([5, 4, 1, 1], leave_out_empty=True)
     return run(folder, batches, grad_accumulation_steps=2)
+
+
+def bounded_by_time(folder: Path) -> Outcome:
+    """Ranks whose clocks differ: each begins to count when it has come so far."""
+    time.sleep(0.1 * world().rank())
+    return run(folder, iters=1_000_000, max_seconds=0.7, save_every=0)
 
 
 def evaluation(folder: Path) -> Outcome:

@@ -140,7 +140,7 @@ def test_without_matplotlib_there_are_no_pictures_and_that_is_said(
     assert "![" not in (tmp_path / "report.md").read_text()
 
 
-def test_on_the_slow_blas_updates_are_smaller_and_the_cause_is_said(
+def test_on_the_slow_blas_model_and_updates_are_smaller_and_the_cause_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(blas, "mlx_backend", lambda: "cpu")
@@ -155,7 +155,7 @@ def test_on_the_slow_blas_updates_are_smaller_and_the_cause_is_said(
     pretrain = [step for step in STEPS if step.name == "pretrain"]
     with pytest.raises(KeyboardInterrupt):
         demo(tmp_path, SETTINGS, overwrite=False, steps=pretrain)
-    assert "--batch-size 2" in " ".join(asked[0])
+    assert "--model-dim 64 --num-gqa-groups 1 --batch-size 4" in " ".join(asked[0])
     assert "OpenBLAS is absent" in caplog.text
 
 

@@ -102,6 +102,15 @@ def test_ranks_without_rows_wait_for_those_with_some(case: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
+def test_ranks_that_are_bounded_by_time_end_together_with_equal_weights(tmp_path: Path) -> None:
+    assert_all_well(ring("bounded_by_time", tmp_path))
+    weights: list[Any] = [mx.load(str(tmp_path / f"weights{i}.safetensors")) for i in (0, 1)]
+    assert all(mx.array_equal(weights[0][name], weights[1][name]) for name in weights[0])
+    steps = [line for line in read_metrics(tmp_path / "run0") if "loss" in line]
+    assert len(steps) > 2
+
+
+@pytest.mark.slow
 def test_validation_counts_each_target_once_over_ranks(tmp_path: Path) -> None:
     assert_all_well([alone("evaluation", tmp_path / "one")])
     assert_all_well(ring("evaluation", tmp_path / "two"))
