@@ -15,7 +15,7 @@ class PerplexityArgs:
 
     data: tuple[str, ...]  # files, folders and patterns; a .txt file is one document
     text_key: str = "text"  # of a record's text
-    batch_size: int = 8  # windows a forward pass
+    batch_size: int = 8  # windows a forward pass, fewer where they are long
     max_seq_length: int | None = None  # tokens of a window; default: the model's context
     stride: int | None = None  # tokens a window moves on; default: half of max_seq_length
     limit: int | None = None  # documents

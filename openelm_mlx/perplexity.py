@@ -15,6 +15,7 @@ from typing import Any
 from openelm_mlx.text_files import Document
 from openelm_mlx.token_scoring import TokenScorer, TokenScores, Window
 
+_BATCH_TOKENS = 8192  # of a forward pass at most: a CPU holds all attention scores at once
 _BATCHES = 16  # a chunk: so many batches are sorted by length, so that little is padded
 
 
@@ -46,7 +47,7 @@ class TextScore:
         windows: scored.
         seconds: that the model took.
         chunks: chunks that are whole.
-        pending: batch of the chunk under way -> nll, tokens and right of each window.
+        pending: of the chunk under way, first piece of a batch -> nll, tokens, right of each.
     """
 
     nll: float = 0.0
@@ -153,7 +154,7 @@ def score_pieces(
         pieces: from the beginning of the text, also when continuing.
         score: where to begin: new, or of an interrupted call with the same pieces and batch size,
             which then ends bit-equal to an uninterrupted one; added to in place.
-        batch_size: windows a forward pass.
+        batch_size: windows a forward pass, fewer where they are long.
         after_batch: called after every batch with its bytes; ``score`` may be saved there.
 
     Returns:
@@ -175,19 +176,16 @@ def _score_chunk(
     batch_size: int,
     after_batch: Callable[[int], None],
 ) -> None:
-    order = sorted(range(len(chunk)), key=lambda i: -_length(chunk[i]))
-    for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size]
-        if str(start) not in score.pending:
+    found: dict[int, list[float]] = {}
+    for rows in _batches(chunk, batch_size):
+        name = str(rows[0])
+        if name not in score.pending:
             began = perf_counter()
             sums = _sums(scorer, [chunk[i].window for i in rows])
             score.seconds += perf_counter() - began
-            score.pending[str(start)] = sums
+            score.pending[name] = sums
             after_batch(sum(chunk[i].bytes for i in rows))
-    found: dict[int, list[float]] = {}
-    for begin, sums in score.pending.items():
-        rows = order[int(begin) : int(begin) + batch_size]
-        found.update(zip(rows, sums, strict=True))
+        found.update(zip(rows, score.pending[name], strict=True))
     for i, piece in enumerate(chunk):
         nll, tokens, right = found[i]
         score.nll += nll
@@ -197,6 +195,15 @@ def _score_chunk(
         score.documents += piece.documents
         score.bytes += piece.bytes
     score.chunks, score.pending = score.chunks + 1, {}
+
+
+def _batches(chunk: list[Piece], batch_size: int) -> Iterator[list[int]]:
+    """Numbers of pieces that are scored together: alike in length, not too many tokens."""
+    order = sorted(range(len(chunk)), key=lambda i: -_length(chunk[i]))
+    while order:
+        count = max(1, min(batch_size, _BATCH_TOKENS // max(1, _length(chunk[order[0]]))))
+        yield order[:count]
+        order = order[count:]
 
 
 def _length(piece: Piece) -> int:

@@ -228,6 +228,42 @@ class _Counted:
         self._scorer.close()
 
 
+class _Uniform:
+    """Every token as likely as any other of 320; remembers the shapes it was asked for."""
+
+    context, vocab_size = 2048, 320
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, int]] = []
+
+    def score(self, windows: Sequence[Window]) -> list[TokenScores]:
+        self.shapes.append((len(windows), max(len(window.ids) for window in windows)))
+        nats = -math.log(320)
+        return [TokenScores(logprobs=[nats] * w.scored, right=[False] * w.scored) for w in windows]
+
+    def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+def test_long_windows_are_scored_few_at_a_time_and_short_ones_together() -> None:
+    texts = [Document(text="x", source="x", number=i) for i in range(90)]
+    lengths = iter([1500, 30, 2500] * 30)
+    scorer = _Uniform()
+
+    def encode(_: str) -> list[int]:
+        return [1] * next(lengths)
+
+    pieces = pieces_of(texts, encode, length=2048, stride=2048, vocab_size=320)
+    found = score_pieces(scorer, pieces, TextScore(), batch_size=8).result()
+    assert found["perplexity"] == pytest.approx(320)
+    assert found["tokens"] == 30 * (1499 + 29 + 2499)
+    assert max(rows * length for rows, length in scorer.shapes) <= 8192
+    assert (8, 30) in scorer.shapes
+
+
 def test_text_without_a_token_is_refused() -> None:
     with pytest.raises(ValueError, match="no token to score"):
         TextScore(documents=3).result()
