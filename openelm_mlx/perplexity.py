@@ -159,6 +159,9 @@ def score_pieces(
 
     Returns:
         ``score``.
+
+    Raises:
+        ValueError: if a log-probability is not finite.
     """
     size = _BATCHES * batch_size
     rest = iter(pieces)
@@ -183,6 +186,7 @@ def _score_chunk(
             began = perf_counter()
             sums = _sums(scorer, [chunk[i].window for i in rows])
             score.seconds += perf_counter() - began
+            _require_finite(sums)
             score.pending[name] = sums
             after_batch(sum(chunk[i].bytes for i in rows))
         found.update(zip(rows, score.pending[name], strict=True))
@@ -215,6 +219,14 @@ def _sums(scorer: TokenScorer, windows: Sequence[Window | None]) -> list[list[fl
     present = [window for window in windows if window is not None]
     scores = iter(scorer.score(present) if present else [])
     return [[0.0, 0, 0] if window is None else _sum(next(scores)) for window in windows]
+
+
+def _require_finite(sums: Sequence[Sequence[float]]) -> None:
+    if not all(math.isfinite(nll) for nll, _, _ in sums):
+        raise ValueError(
+            "the model gives log-probabilities that are not finite; if its weights are float16, "
+            "try --float32 (the 3B needs more range than float16 has), else they are damaged"
+        )
 
 
 def _sum(score: TokenScores) -> list[float]:

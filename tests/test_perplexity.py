@@ -264,6 +264,18 @@ def test_long_windows_are_scored_few_at_a_time_and_short_ones_together() -> None
     assert (8, 30) in scorer.shapes
 
 
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_log_probability_that_is_not_finite_stops_the_scoring(value: float) -> None:
+    class Broken(_Uniform):
+        def score(self, windows: Sequence[Window]) -> list[TokenScores]:
+            return [TokenScores(logprobs=[value], right=[False]) for _ in windows]
+
+    docs = [Document(text="x", source="x", number=1)]
+    pieces = pieces_of(docs, lambda _: [1, 5], length=8, stride=8, vocab_size=320)
+    with pytest.raises(ValueError, match="not finite.*--float32"):
+        score_pieces(Broken(), pieces, TextScore(), batch_size=8)
+
+
 def test_text_without_a_token_is_refused() -> None:
     with pytest.raises(ValueError, match="no token to score"):
         TextScore(documents=3).result()
