@@ -272,7 +272,7 @@ def test_a_log_probability_that_is_not_finite_stops_the_scoring(value: float) ->
 
     docs = [Document(text="x", source="x", number=1)]
     pieces = pieces_of(docs, lambda _: [1, 5], length=8, stride=8, vocab_size=320)
-    with pytest.raises(ValueError, match="not finite.*--float32"):
+    with pytest.raises(ValueError, match=r"not finite.*--float32"):
         score_pieces(Broken(), pieces, TextScore(), batch_size=8)
 
 
