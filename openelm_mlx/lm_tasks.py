@@ -6,6 +6,7 @@ lm-eval and the Hugging Face data sets that its tasks take are imported when ask
 import io
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -63,11 +64,12 @@ def run_harness(
         FileNotFoundError: if a YAML file is missing, or data cannot be had.
         ValueError: if lm-eval has no such task.
     """
-    names = [_task_name(task) for task in tasks]
+    asked = [_task_name(task) for task in tasks]
+    names = [name for name, _ in asked]
     adapter = harness_class()(model, tokenizer, batch_size=batch_size, max_length=max_length)
     from lm_eval import simple_evaluate
 
-    manager = _task_manager(names)
+    manager = _task_manager(names, {name: folder for name, folder in asked if folder})
     _check_names(names, manager.all_tasks)
     with _in_one_process(), _quiet_harness(), _explained(names):
         found = simple_evaluate(
@@ -82,25 +84,32 @@ def run_harness(
     return _plain(found)
 
 
-def _task_manager(names: Sequence[str]) -> Any:
+def _task_manager(names: Sequence[str], local: Mapping[str, Path]) -> Any:
     """lm-eval's index of tasks; of all 14,000 files only where a name asks for it (15 s)."""
     import lm_eval.tasks
 
     root = Path(lm_eval.tasks.__file__).parent
-    folders = {root / FOLDERS.get(name, "") for name in names if "/" not in name}
+    inside = [name for name in names if "/" not in name and name not in local]
+    folders = {root / FOLDERS.get(name, "") for name in inside}
     if root in folders or not all(folder.is_dir() for folder in folders):
-        return lm_eval.tasks.TaskManager()
+        return lm_eval.tasks.TaskManager(include_path=sorted(set(local.values())))
+    folders |= set(local.values())
     return lm_eval.tasks.TaskManager(include_defaults=False, include_path=sorted(folders))
 
 
-def _task_name(task: str) -> str:
-    """A task's name, or the full path of its YAML file."""
+def _task_name(task: str) -> tuple[str, Path | None]:
+    """A task's name; of a local YAML file its full path, or a group's name and its folder.
+
+    lm-eval looks for the parts of a group in the folders it is given.
+    """
     if not task.endswith((".yaml", ".yml")):
-        return task
+        return task, None
     path = Path(task).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"{task} does not exist; give the YAML file of a task, or a name")
-    return str(path.resolve())
+    path = path.resolve()
+    group = re.search(r"^group:\s*[\"']?([\w-]+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return (group[1], path.parent) if group else (str(path), None)
 
 
 def _check_names(names: Sequence[str], known: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_tokenizer as tiny
 from command_line import run_here
@@ -13,7 +14,7 @@ from tqdm import tqdm
 
 from openelm_mlx.checkpoint import load
 from openelm_mlx.commonsense import encode_pair
-from openelm_mlx.lm_tasks import FOLDERS, run_harness
+from openelm_mlx.lm_tasks import FOLDERS, _plain, run_harness
 from openelm_mlx.published import SUITE_TASKS
 from openelm_mlx.scoring import log_likelihoods
 
@@ -133,13 +134,47 @@ def test_examples_before_the_question_change_the_score_and_are_counted(
 
 
 @pytest.mark.slow
+def test_a_local_group_is_scored_with_its_parts(
+    task: Callable[[str, str], Path], complete_dir: Path, tiny_tokenizer: tiny.TinyTokenizer
+) -> None:
+    parts = [task("part_a", CHOICE), task("part_b", CHOICE.replace("Question: ", ""))]
+    group = parts[0].with_name("group.yaml")
+    group.write_text(
+        "group: both\ntask: [part_a, part_b]\n"
+        "aggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
+    )
+    model = load(complete_dir)[0]
+    results = run_harness(model, tiny_tokenizer.tokenizer, [str(group)], limit=5)
+    assert {name: scores["n"] for name, scores in results.items()} == {
+        **{"both": 10, "part_a": 5, "part_b": 5},
+    }
+    assert results["both"]["acc"] == (results["part_a"]["acc"] + results["part_b"]["acc"]) / 2
+
+
+def test_results_are_numbers_whatever_kind_lm_eval_makes() -> None:
+    found = {
+        "results": {
+            "group": {"alias": "group", "acc,none": 0.5, "acc_stderr,none": "N/A"},
+            "a": {"acc,none": np.float32(0.5), "exact_match,strict": np.int64(1)},
+        },
+        "n-samples": {"a": {"original": 5, "effective": 3}},
+        "group_subtasks": {"group": ["a"]},
+        "n-shot": {"a": 5},
+    }
+    assert json.loads(json.dumps(_plain(found))) == {
+        "group": {"acc": 0.5, "n": 3},
+        "a": {"acc": 0.5, "exact_match": 1.0, "n": 3, "num_fewshot": 5},
+    }
+
+
+@pytest.mark.slow
 def test_the_tasks_of_the_papers_tables_are_found_without_the_whole_index() -> None:
     from openelm_mlx.lm_tasks import _task_manager
 
     names = {task.task for key in SUITE_TASKS if key != "commonsense" for task in SUITE_TASKS[key]}
     assert names == set(FOLDERS)
     for name in names:
-        manager = _task_manager([name])
+        manager = _task_manager([name], {})
         assert name in manager.all_tasks
         assert len(manager.all_tasks) < 200
 
