@@ -156,9 +156,9 @@ def _advise(model: Model, asked: QuantizeArgs) -> None:
     parameters = model.args.num_parameters
     if (asked.bits or 0) <= 4 and parameters < _SMALL_MODEL:
         logger.warning(
-            "%d bits cost a model of %d M parameters much quality; compare the perplexities, and "
+            "%d bits cost a model of %.3g M parameters much quality; compare the perplexities, and "
             "try --bits 8 or --embedding-bits 8",
-            *(asked.bits, parameters // 1_000_000),
+            *(asked.bits, parameters / 1e6),
         )
     if model.transformer.norm.weight.dtype == mx.float32:
         logger.info(

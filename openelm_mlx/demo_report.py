@@ -57,6 +57,8 @@ def advice(room: Room) -> list[str]:
         for gap, command in found.items()
         if "optional" not in gap and "g++" not in gap
     ]
+    if blas.status.startswith("off"):
+        lines.append("faster: leave out OPENELM_MLX_OPENBLAS=0")
     if blas.mlx_backend() == "cpu" and not lines:
         lines.append(
             "faster: a Mac with Apple silicon, or an NVIDIA GPU (make demo BACKEND=cuda13)"

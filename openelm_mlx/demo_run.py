@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from openelm_mlx import blas
 from openelm_mlx.demo_report import advice, write_report
 from openelm_mlx.demo_room import DemoArgs, Done, Room, program
 from openelm_mlx.demo_steps import STEPS, Step, slow_blas
@@ -43,7 +44,7 @@ def demo(
     if len(left) < len(steps):
         sys.stdout.write(f"{room.folder}: going on with step {len(steps) - len(left) + 1}\n")
     if slow_blas():
-        logger.warning("OpenBLAS is absent, so training is slow; `openelm doctor` says more")
+        logger.warning("training is slow here: OpenBLAS is %s", blas.status)
     for step in left:
         _do(room, step, list(steps).index(step) + 1, len(steps))
     report = write_report(room)
