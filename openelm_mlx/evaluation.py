@@ -153,10 +153,11 @@ def window_sizes(args: PerplexityArgs, context: int) -> tuple[int, int]:
 
 def describe_text(result: Mapping[str, Any]) -> str:
     """The numbers of a text in one line."""
+    count = "1 document" if result["documents"] == 1 else f"{result['documents']:,} documents"
     return (
         f"perplexity {result['perplexity']:.4f}, {result['bits_per_byte']:.4f} bits a byte, "
         f"{result['token_accuracy']:.2%} of tokens right; {result['tokens']:,} tokens of "
-        f"{result['documents']:,} documents in {result['seconds']:.1f} s "
+        f"{count} in {result['seconds']:.1f} s "
         f"({result['tokens_per_second']:,.0f} a second)"
     )
 
