@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,15 @@ class DemoArgs:
             value = getattr(self, name)
             if value is not None and not value > least:
                 raise ValueError(f"demo: {name} must be more than {least}, got {value:g}")
+
+    def flags(self) -> list[str]:
+        """The flags that ask for these settings."""
+        given = {
+            f"--{f.name.replace('_', '-')}": getattr(self, f.name)
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
+        }
+        return [word for flag, value in given.items() for word in (flag, str(value))]
 
 
 @dataclass

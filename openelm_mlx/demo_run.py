@@ -1,6 +1,7 @@
 """The course of the demo: step after step, on from where it stopped, and the report at the end."""
 
 import logging
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -56,17 +57,15 @@ def demo(
 
 def _do(room: Room, step: Step, number: int, count: int) -> None:
     """Do one step and keep it."""
-    room.step = Done(step.title)
+    room.step, flags = Done(step.title), room.settings.flags()
     sys.stdout.write(f"\n{number}/{count}  {step.title}\n")
     sys.stdout.flush()
     began = time.perf_counter()
     try:
         step.work(room)
     except KeyboardInterrupt:
-        logger.warning(
-            "stopped in step %d; the same command goes on from there: %s demo --output %s",
-            *(number, " ".join(program()), room.folder),
-        )
+        again = shlex.join([*program(), "demo", "--output", str(room.folder), *flags])
+        logger.warning("stopped in step %d; the same command goes on from there: %s", number, again)
         raise
     room.step.seconds = time.perf_counter() - began
     room.done[step.name] = room.step

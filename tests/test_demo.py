@@ -71,13 +71,14 @@ def test_a_stopped_demo_says_how_to_go_on_and_does_only_what_is_left(
         if room.done:
             raise KeyboardInterrupt
 
+    settings = DemoArgs(pretrain_seconds=2.5, limit=300)
     with pytest.raises(KeyboardInterrupt):
-        demo(tmp_path, SETTINGS, overwrite=False, steps=steps("a", "b", work=stop))
+        demo(tmp_path, settings, overwrite=False, steps=steps("a", "b", work=stop))
     assert "stopped in step 2" in caplog.text
-    assert f"demo --output {tmp_path}" in caplog.text
+    assert f"demo --output {tmp_path} --pretrain-seconds 2.5 --limit 300" in caplog.text
     (tmp_path / "a").unlink()
     capsys.readouterr()
-    assert demo(tmp_path, SETTINGS, overwrite=False, steps=steps("a", "b")) == 0
+    assert demo(tmp_path, settings, overwrite=False, steps=steps("a", "b")) == 0
     assert "going on with step 2" in capsys.readouterr().out
     assert not (tmp_path / "a").exists()
     assert (tmp_path / "b").is_file()
