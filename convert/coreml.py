@@ -34,7 +34,8 @@ from convert.coreml_settings import (
     recommend,
     refuse_unsuited,
 )
-from convert.coreml_verify import Verification, load_fused, source_hash, verify
+from convert.coreml_verification import Verification
+from convert.coreml_verify import load_fused, source_hash, verify
 from convert.coreml_weights import check_shrunk
 from convert.quantize_check import Sample, make_sample
 from convert.source import Source

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from convert.coreml_verify import Verification, as_dict
+from convert.coreml_verification import Verification, as_dict
 from openelm_mlx.atomic import atomic_file
 
 _LEVELS = {

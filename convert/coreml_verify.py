@@ -7,13 +7,12 @@ Core ML on each compute unit, L4 seen on a device (only a person can say so).
 import argparse
 import hashlib
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
+from convert.coreml_bundle import PARITY, bundle_folder
 from convert.coreml_describe import describe
 from convert.coreml_layers import Parameters
 from convert.coreml_lints import lint
@@ -24,18 +23,17 @@ from convert.coreml_parameters import (
     reference_model,
     stored_parameters,
 )
-from convert.coreml_parity import Parity, measure_parity, prompt_lengths, step_errors
+from convert.coreml_parity import measure_parity, prompt_lengths, step_errors
 from convert.coreml_predictor import client_of, on_macos
+from convert.coreml_report import summary, write_report
 from convert.coreml_settings import WEIGHT_KINDS, WeightKind, most_rows
+from convert.coreml_verification import Rounding, Verification
 from convert.quantize_check import Sample, in_float32, make_sample
 from convert.source import Source
 from openelm_mlx.adapter_fuse import fuse_model
 from openelm_mlx.checkpoint import load
 from openelm_mlx.model import Model
 from openelm_mlx.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from convert.coreml_on_mac import Unit
 
 TOLERANCE = 1e-3  # of the largest logit: the fp32 graph against MLX in float32
 _NOISE = 2.0  # the fp16 graph against MLX's own fp16 error
@@ -52,71 +50,6 @@ ROUNDING = {
     "int4": 0.16,
     "palette4": 0.16,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rounding:
-    """What storing the weights cost, apart from the graph.
-
-    Attributes:
-        worst_matrix: name of the matrix that moved most.
-        worst: its root mean square change, relative.
-        max_error: of a logit, stored weights against the original ones, in float32.
-        mean_error: the same, on average.
-        same_first_choice: share of positions whose likeliest token stays.
-    """
-
-    worst_matrix: str
-    worst: float
-    max_error: float
-    mean_error: float
-    same_first_choice: float
-
-
-@dataclass(kw_only=True)
-class Verification:
-    """All that was seen.
-
-    Attributes:
-        package: its name.
-        model: the folder's name.
-        weights: how matrices are stored.
-        interface: how it is called.
-        faults: reasons why it does not hold; empty where it does.
-        warnings: for a person.
-        level: reached, ``L0`` to ``L3``.
-        float32: parity of the graph, computed in float32.
-        native: parity as declared, in float16.
-        native_error: root mean square error of single steps in float16.
-        mlx_error: MLX's own, in float16, on the same tokens; None where it was not run.
-        rounding: of the weights.
-        text: what prompts were made of.
-        expected_text: greedy continuation by MLX.
-        found_text: greedy continuation by the package in float32.
-        units: what Core ML gave on each compute unit, on macOS.
-    """
-
-    package: str
-    model: str
-    weights: str = ""
-    interface: str = ""
-    faults: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    level: str = "none"
-    float32: Parity | None = None
-    native: Parity | None = None
-    native_error: float | None = None
-    mlx_error: float | None = None
-    rounding: Rounding | None = None
-    text: str = ""
-    expected_text: str = ""
-    found_text: str = ""
-    units: "list[Unit]" = field(default_factory=list)
-
-    @property
-    def holds(self) -> bool:
-        """Whether an app can trust the package, as far as was looked."""
-        return not self.faults
 
 
 def verify(
@@ -329,9 +262,6 @@ def add_verify_coreml_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_verify_coreml(args: argparse.Namespace) -> int:
     """``openelm convert verify-coreml``: exit code 0 where the package holds, else 1."""
-    from convert.coreml_bundle import PARITY, bundle_folder
-    from convert.coreml_report import summary, write_report
-
     if args.tolerance is not None and not args.tolerance > 0:
         raise ValueError(f"--tolerance must be positive, got {args.tolerance:g}")
     result = verify(
@@ -347,30 +277,3 @@ def run_verify_coreml(args: argparse.Namespace) -> int:
         write_report(result, Path(report))
     sys.stdout.write(summary(result))
     return 0 if result.holds else 1
-
-
-def as_dict(result: Verification) -> dict[str, Any]:
-    """For JSON; numbers that are not finite become strings."""
-    from dataclasses import asdict
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: plain(v) for k, v in value.items()}
-        if isinstance(value, list):
-            return [plain(v) for v in value]
-        return str(value) if isinstance(value, float) and not np.isfinite(value) else value
-
-    out: dict[str, Any] = plain(asdict(result))
-    for name in ("float32", "native"):
-        parity = getattr(result, name)
-        if parity is not None:
-            out[name] |= plain(
-                {
-                    "max_error": parity.max_error,
-                    "mean_error": parity.mean_error,
-                    "scale": parity.scale,
-                    "relative": parity.relative,
-                    "same_first_choice": parity.same_first_choice,
-                }
-            )
-    return {"holds": result.holds, **out}

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import openelm_mlx
@@ -21,7 +21,7 @@ LAYERS = {
     "foundation": "atomic blas",
     "0": """cache chat_template compressed config config_check detokenizer distributed doctor
         document_stream evaluation_args graph_count hub interrupts losses metrics mismatch optim
-        plots plots_bench plots_layers preference_args published python_text recipe
+        plots plots_bench plots_layers preference_args published python_text recipe recompute
         recipe_flags recipe_values run_flags sampling scaling scoring_plan sentencepiece_json
         text_files text_filters text_formats tokenizer tokenizer_backends tokenizer_codec
         tokenizer_files tokenizer_search watchdog
@@ -49,9 +49,11 @@ LAYERS = {
         convert.coreai_ops convert.coreai_span convert.coreai_verify convert.coreai_weights
         convert.coreml convert.coreml_bundle convert.coreml_caches
         convert.coreml_card convert.coreml_client convert.coreml_describe convert.coreml_graph
-        convert.coreml_guard convert.coreml_layers convert.coreml_package convert.coreml_report convert.coreml_parity convert.coreml_on_mac convert.coreml_lints
+        convert.coreml_guard convert.coreml_layers convert.coreml_package convert.coreml_report
+        convert.coreml_parity convert.coreml_on_mac convert.coreml_lints
         convert.coreml_parameters convert.coreml_predictor convert.coreml_settings
-        convert.coreml_codes convert.coreml_palette convert.coreml_stored convert.coreml_verify
+        convert.coreml_codes convert.coreml_palette convert.coreml_stored
+        convert.coreml_verification convert.coreml_verify
         convert.coreml_weights convert.corenet convert.corenet_checkpoint
         convert.corenet_config convert.corenet_lora convert.corenet_reader
         convert.corenet_rows convert.corenet_writer convert.huggingface
@@ -251,8 +253,12 @@ def _project_fault(module: str, item: Import) -> str | None:
 
 
 def _one_family(module: str, target: str) -> bool:
-    pairs = [family.split() for family in FAMILIES]
-    return any(_matches(module, names) and _matches(target, names) for names in pairs)
+    return bool(_families(module) & _families(target))
+
+
+@cache
+def _families(module: str) -> frozenset[str]:
+    return frozenset(family for family in FAMILIES if _matches(module, family.split()))
 
 
 def _matches(module: str, patterns: Iterable[str]) -> bool:
