@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
+from openelm_mlx.recompute import Dropout
+
 LEAVES = ("lora_a", "lora_b", "m")  # the names of an adapter's own tensors
 
 
@@ -97,7 +99,7 @@ class LoRALinear(Adapter):
         dropout: float = 0.0,
     ) -> None:
         super().__init__(base, lora_a=lora_a, lora_b=lora_b, scale=scale)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def __call__(self, x: mx.array) -> mx.array:
         """(..., I) -> (..., O) in the base's type."""

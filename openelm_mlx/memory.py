@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from openelm_mlx.config import ModelArgs
+from openelm_mlx.recompute import GROUP
 
 _LOSS_CHUNK = 256  # tokens whose logits exist at a time
 
@@ -72,7 +73,10 @@ def training_memory(
         tokens * weight_bytes * values for values in _activation_values(args, max_seq_length)
     ]
     inputs = tokens * weight_bytes * args.model_dim
-    kept = inputs * len(per_layer) + max(per_layer) if grad_checkpoint else sum(per_layer)
+    at_a_time = min(tokens, max(GROUP, max_seq_length)) / tokens  # rows recomputed together
+    kept = sum(per_layer)
+    if grad_checkpoint:
+        kept = inputs * len(per_layer) + int(max(per_layer) * at_a_time)
     master = 0 if weight_bytes == 4 else 4
     return TrainingMemory(
         weights=args.num_parameters * weight_bytes,

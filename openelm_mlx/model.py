@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 
 from openelm_mlx.cache import Cache
 from openelm_mlx.config import ModelArgs as ModelArgs
+from openelm_mlx.recompute import recomputed
 
 Mask = mx.array | Literal["causal"] | None
 
@@ -191,15 +192,20 @@ class TransformerBlock(nn.Module):
 
     def __call__(self, x: mx.array, mask: Mask = None, cache: Cache | None = None) -> mx.array:
         """(B, L, D) -> (B, L, D)."""
-        if self.grad_checkpoint == "layer":
-            return nn.utils.checkpoint(self, self._forward)(x, mask, cache)
-        return self._forward(x, mask, cache)
+        if cache is None and self.grad_checkpoint == "layer":
+            return recomputed(self._both, x, mask, [self])
+        if cache is None and self.grad_checkpoint == "attention":
+            return self._feed(recomputed(self._attend, x, mask, [self.attn, self.attn_norm]))
+        return self._feed(self._attend(x, mask, cache))
 
-    def _forward(self, x: mx.array, mask: Mask, cache: Cache | None) -> mx.array:
-        recompute = self.grad_checkpoint == "attention"
-        attn = nn.utils.checkpoint(self.attn) if recompute else self.attn
-        h = attn(self.attn_norm(x), mask, cache, residual=x)
-        return self.ffn(self.ffn_norm(h), residual=h)
+    def _both(self, x: mx.array, mask: Mask) -> mx.array:
+        return self._feed(self._attend(x, mask))
+
+    def _attend(self, x: mx.array, mask: Mask, cache: Cache | None = None) -> mx.array:
+        return self.attn(self.attn_norm(x), mask, cache, residual=x)
+
+    def _feed(self, x: mx.array) -> mx.array:
+        return self.ffn(self.ffn_norm(x), residual=x)
 
 
 class OpenELMModel(nn.Module):
