@@ -109,7 +109,7 @@ def test_importing_the_package_takes_under_a_tenth_of_a_second() -> None:
     code = (
         "import time; t = time.process_time(); import openelm_mlx; print(time.process_time() - t)"
     )
-    assert min(float(run_python(code)) for _ in range(5)) < 0.1  # the least: other work only adds
+    assert any(float(run_python(code)) < 0.1 for _ in range(5))  # once: other work only adds
 
 
 def test_importing_the_package_loads_neither_mlx_nor_numpy() -> None:

@@ -83,6 +83,7 @@ def alone(
     ids=lambda s: "-".join(s) or "greedy",
 )
 @pytest.mark.parametrize("batch_size", [3, *slow(1, 2, 16)])
+@pytest.mark.slow  # importing mlx_lm takes seconds
 def test_each_row_comes_out_as_it_would_alone(
     model: Model, tokenizer: Tokenizer, settings: dict[str, Any], batch_size: int
 ) -> None:
@@ -91,6 +92,7 @@ def test_each_row_comes_out_as_it_would_alone(
     assert found == [alone(model, tokenizer, prompt, args) for prompt in PROMPTS]
 
 
+@pytest.mark.slow  # importing mlx_lm takes seconds
 def test_rows_end_for_their_own_reasons(tokenizer: Tokenizer) -> None:
     words = {tokenizer.piece(i): i for i in range(tokenizer.vocab_size)}
     the, saw, old = words["▁the"], words["▁sa"], words["▁o"]
@@ -109,6 +111,7 @@ def test_rows_end_for_their_own_reasons(tokenizer: Tokenizer) -> None:
     assert found[0].text == "sa"
 
 
+@pytest.mark.slow  # importing mlx_lm takes seconds
 def test_progress_hears_of_every_row_once(model: Model, tokenizer: Tokenizer) -> None:
     heard: dict[int, BatchResult] = {}
     found = generate_batch(
@@ -122,12 +125,14 @@ def test_progress_hears_of_every_row_once(model: Model, tokenizer: Tokenizer) ->
     assert [heard[i] for i in range(len(PROMPTS))] == found
 
 
+@pytest.mark.slow  # importing mlx_lm takes seconds
 def test_without_a_seed_rows_draw_for_themselves(model: Model, tokenizer: Tokenizer) -> None:
     settings = GenerateArgs(max_tokens=12, temp=1.0)
     found = generate_batch(model, tokenizer, ["A"] * 6, settings, batch_size=4)
     assert len({tuple(result.tokens) for result in found}) == 6
 
 
+@pytest.mark.slow  # importing mlx_lm takes seconds
 def test_no_prompts_give_no_results(model: Model, tokenizer: Tokenizer) -> None:
     assert generate_batch(model, tokenizer, [], GenerateArgs()) == []
 
@@ -214,6 +219,7 @@ def test_a_missing_and_an_empty_file_are_named(tmp_path: Path) -> None:
         read_requests(write(tmp_path / "empty.jsonl", "", ""))
 
 
+@pytest.mark.slow  # importing mlx_lm takes seconds
 def test_lines_are_answered_in_their_order(
     model: Model, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,6 +240,7 @@ def test_lines_are_answered_in_their_order(
         }
 
 
+@pytest.mark.slow  # importing mlx_lm takes seconds
 def test_conversations_are_answered_by_the_chat_template(
     model: Model, tiny_tokenizer: TinyTokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,6 +258,7 @@ def test_conversations_are_answered_by_the_chat_template(
     assert record["text"] == single.text
 
 
+@pytest.mark.slow  # importing mlx_lm takes seconds
 def test_the_command_answers_a_file_and_checks_it_before_loading(
     model: Model, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

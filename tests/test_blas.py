@@ -147,6 +147,7 @@ def test_importing_the_package_runs_mlx_on_openblas() -> None:
     assert seconds < slow_seconds / 2  # measured 1/20; the reference BLAS has one thread, no SIMD
 
 
+@pytest.mark.slow  # two processes
 def test_importing_mlx_first_is_noticed() -> None:
     if not run_gemm()[0].startswith("loaded"):
         pytest.skip("OpenBLAS is not used here")

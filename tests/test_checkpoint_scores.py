@@ -68,6 +68,7 @@ def perplexity_of(
     return float(json.loads(output.read_text())["perplexity"])
 
 
+@pytest.mark.slow
 def test_each_state_of_a_run_is_scored_with_its_own_weights(
     capsys: pytest.CaptureFixture[str], run: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -222,6 +223,7 @@ def test_a_folder_with_nothing_to_score_is_refused(
     assert "does not exist" in run_here(capsys, "evaluate", *flags, missing).error
 
 
+@pytest.mark.slow
 def test_a_chart_shows_tasks_and_perplexity_and_names_averages(tmp_path: Path) -> None:
     from matplotlib.figure import Figure
 

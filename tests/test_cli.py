@@ -92,6 +92,7 @@ def test_generate_writes_the_text_alone_to_standard_output(
     assert f"output {len(PIECES) + 1} tokens" in outcome.err
 
 
+@pytest.mark.slow  # importing mlx_lm takes seconds
 def test_flags_reach_the_generation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def text(*flags: object) -> str:
         return run_here(capsys, "generate", "--model", folder, "--prompt", "", *flags).out

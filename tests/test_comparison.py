@@ -83,6 +83,7 @@ def perplexity(
     return float(json.loads(output.read_text())["perplexity"])
 
 
+@pytest.mark.slow
 def test_every_step_of_the_road_scores_as_it_does_alone(
     capsys: pytest.CaptureFixture[str], road: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -108,6 +109,7 @@ def test_every_step_of_the_road_scores_as_it_does_alone(
     assert all(len(sample["continuations"]) == 4 for sample in result["samples"])
 
 
+@pytest.mark.slow
 def test_samples_are_the_likeliest_continuations_of_the_prompts_asked_for(
     capsys: pytest.CaptureFixture[str], road: Path, data: Path, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:

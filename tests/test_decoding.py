@@ -140,6 +140,7 @@ def test_a_step_can_be_taken_up_after_others_used_the_cache(
     np.testing.assert_allclose(np.array(found), np.array(whole), atol=1e-5)
 
 
+@pytest.mark.slow  # importing mlx_lm takes seconds
 def test_rotating_cache_equals_a_plain_one_while_there_is_room(tiny_model: Model) -> None:
     from mlx_lm.models.cache import RotatingKVCache
 
@@ -149,6 +150,7 @@ def test_rotating_cache_equals_a_plain_one_while_there_is_room(tiny_model: Model
 
 
 @pytest.mark.parametrize("step", [4, 512])
+@pytest.mark.slow  # importing mlx_lm takes seconds
 def test_rotating_cache_is_as_long_after_prefill_as_after_decoding(
     tiny_model: Model, step: int
 ) -> None:  # REPORTS D15
@@ -163,6 +165,7 @@ def test_rotating_cache_is_as_long_after_prefill_as_after_decoding(
     assert cache[0].offset == 40 + 19
 
 
+@pytest.mark.slow  # importing mlx_lm takes seconds
 def test_quantised_cache_gives_nearly_the_same() -> None:
     from mlx_lm.models.cache import QuantizedKVCache
 

@@ -210,6 +210,7 @@ def test_the_token_is_never_shown(
     assert "hf_" not in text
 
 
+@pytest.mark.slow  # three processes
 def test_hub_settings_agree_with_huggingface_hub(tmp_path: Path) -> None:
     code = (
         "import json; from huggingface_hub import constants as c; "

@@ -95,6 +95,7 @@ def test_b30_at_step_1_the_policy_is_the_reference(
     assert abs(last["loss"] - first["loss"]) > 1e-2
 
 
+@pytest.mark.slow
 def test_b30_the_reference_is_the_model_before_training_and_does_not_move(
     dpo: Preferring, base: Path, tmp_path: Path
 ) -> None:

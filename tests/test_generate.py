@@ -160,6 +160,7 @@ def test_without_a_tokenizer_one_line_says_what_to_do(talker: Model) -> None:  #
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_penalty_breaks_a_loop(babbler: Model, tokenizer: Tokenizer) -> None:
     def distinct(**settings: float) -> int:  # REPORTS D10, D18
         parts = list(stream_generate(babbler, tokenizer, "A", max_tokens=40, **settings))
@@ -207,6 +208,7 @@ def test_settings_that_cannot_work_are_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow  # importing mlx_lm takes seconds
 def test_a_rotating_cache_goes_on_beyond_the_context(tokenizer: Tokenizer) -> None:
     ids = ids_of(tokenizer, PIECES)
     model = chain_model(chain([1, *ids, ids[0]]), vocab_size=tokenizer.vocab_size, context=16)
@@ -217,12 +219,14 @@ def test_a_rotating_cache_goes_on_beyond_the_context(tokenizer: Tokenizer) -> No
         stream_generate(model, tokenizer, ids, max_kv_size=17)
 
 
+@pytest.mark.slow  # importing mlx_lm takes seconds
 def test_a_rotating_cache_recalls_what_it_still_holds(tokenizer: Tokenizer, babbler: Model) -> None:
     plain = generate(babbler, tokenizer, "The king", max_tokens=20)
     assert generate(babbler, tokenizer, "The king", max_tokens=20, max_kv_size=64) == plain
 
 
 @pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.slow  # importing mlx_lm takes seconds
 def test_a_quantised_cache_keeps_the_prompt(talker: Model, tokenizer: Tokenizer, bits: int) -> None:
     assert generate(talker, tokenizer, "", kv_bits=bits, kv_group_size=32) == TEXT
     cache = make_generation_cache(talker, GenerateArgs(kv_bits=bits, kv_group_size=32))
@@ -231,6 +235,7 @@ def test_a_quantised_cache_keeps_the_prompt(talker: Model, tokenizer: Tokenizer,
     assert cache[0].offset >= 5
 
 
+@pytest.mark.slow  # importing mlx_lm takes seconds
 def test_heads_that_cannot_be_quantised_are_refused(talker: Model, tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match=r"groups of 64 .*this model's have 32; choose another"):
         stream_generate(talker, tokenizer, "", kv_bits=8)

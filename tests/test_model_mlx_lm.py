@@ -14,6 +14,8 @@ from openelm_mlx.cache import KVCache, make_cache
 from openelm_mlx.config import ModelArgs
 from openelm_mlx.model import Model
 
+pytestmark = pytest.mark.slow  # importing mlx_lm takes seconds
+
 CONFIG: dict[str, Any] = {  # heads of 32: the quantised cache works on groups of 32
     "num_transformer_layers": 2,
     "model_dim": 64,

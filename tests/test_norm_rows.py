@@ -90,6 +90,7 @@ def test_new_norm_weights_count_at_once(model: Model, change: Callable[[Model], 
     assert np.abs(np.array(model(TOKENS)) - before).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_every_update_counts_in_a_long_run_of_updates(model: Model) -> None:
     # guards against keeping by id(): ids of freed arrays come again
     for seed in range(40):

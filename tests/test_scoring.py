@@ -176,6 +176,7 @@ def test_examples_that_all_items_begin_with_are_computed_once_for_all_batches(
     assert seen["passes"] == [96, 4 * 8, 4, 4 * 8, 4, 2 * 8, 2]
 
 
+@pytest.mark.slow
 def test_a_larger_model_and_quantised_weights_share_as_well() -> None:
     import mlx.nn as nn
 

@@ -266,6 +266,7 @@ def test_a_cache_that_holds_a_prefix_is_continued(tiny_model: Model) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "quantised"])
+@pytest.mark.slow  # importing mlx_lm takes seconds
 def test_mlx_lm_s_caches_that_can_go_back_work(kind: str) -> None:
     from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
@@ -279,6 +280,7 @@ def test_mlx_lm_s_caches_that_can_go_back_work(kind: str) -> None:
     assert cache[0].offset == len(prompt) + 41
 
 
+@pytest.mark.slow  # importing mlx_lm takes seconds
 def test_a_rotating_cache_is_refused_before_any_work(tiny_model: Model) -> None:
     from mlx_lm.models.cache import RotatingKVCache
 

@@ -216,6 +216,7 @@ def test_parquet_reads_the_row_groups_it_needs_only(tmp_path: Path) -> None:
     assert damage(path)[0][0] == 1  # the first group is gone
 
 
+@pytest.mark.slow
 def test_memory_stays_flat_whatever_the_size_of_the_file(tmp_path: Path) -> None:
     import tracemalloc
 

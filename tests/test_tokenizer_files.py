@@ -136,6 +136,7 @@ def test_a_cut_model_is_said_to_be_damaged(tiny_tokenizer: tiny.TinyTokenizer) -
 
 
 @pytest.mark.skipif(not (SHARED / "tokenizer").is_dir(), reason="no LLaMA tokenizer here")
+@pytest.mark.slow
 def test_llamas_json_is_the_one_in_use() -> None:
     spec = read_spec((SHARED / "tokenizer" / "tokenizer.model").read_bytes())
     judge = json.loads((SHARED / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8"))

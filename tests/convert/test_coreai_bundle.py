@@ -54,6 +54,7 @@ def test_the_metadata_say_what_the_swift_package_reads(made: Export) -> None:
     assert all(isinstance(value, str) for value in found["user_data"].values())  # Swift: strings
 
 
+@pytest.mark.slow
 def test_the_asset_has_the_names_and_shapes_that_apps_bind(made: Export) -> None:
     import coreai.authoring  # noqa: F401  (comes before all else of the package)
     from coreai.authoring import AIModelAsset

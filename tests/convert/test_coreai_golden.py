@@ -37,6 +37,7 @@ def test_float16_logits_are_near_apples(golden_model: str, tmp_path: Path) -> No
     np.testing.assert_allclose(logits, io["logits"][0], atol=0.3, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_small_model_gives_mlx_logits_in_any_pieces(tiny_model: Model, tmp_path: Path) -> None:
     tokens = random_tokens(1, 12, 61)
     expected = np.array(tiny_model(tokens))[0]

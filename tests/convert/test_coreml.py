@@ -37,6 +37,7 @@ def quantised(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Path:
     return output
 
 
+@pytest.mark.slow
 def test_a_package_is_exported_verified_and_bundled(
     folder: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -67,6 +68,7 @@ def test_a_package_is_exported_verified_and_bundled(
     assert "DOES NOT HOLD" in strict.out
 
 
+@pytest.mark.slow
 def test_mlx_codes_are_carried_over_and_adapters_fused(
     folder: Path, quantised: Path, tmp_path: Path
 ) -> None:
@@ -158,6 +160,7 @@ def test_a_model_too_large_for_the_memory_is_refused_with_its_need(
     assert "GB of memory and this machine has" in done.error
 
 
+@pytest.mark.slow
 def test_a_package_that_verify_cannot_read_is_told(folder: Path, tmp_path: Path) -> None:
     made = export(folder, tmp_path / "m.mlpackage", context=64, prefill=8, check=False)
     weights = made.package / "Data/com.apple.CoreML/weights/weight.bin"
@@ -166,6 +169,7 @@ def test_a_package_that_verify_cannot_read_is_told(folder: Path, tmp_path: Path)
         Package(made.package)
 
 
+@pytest.mark.slow
 def test_an_exports_lints_are_clean_and_foreign_metadata_are_not(
     folder: Path, tmp_path: Path
 ) -> None:

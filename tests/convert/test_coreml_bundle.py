@@ -20,6 +20,8 @@ from convert.coreml_bundle import (
 from openelm_mlx.config import ModelArgs
 from openelm_mlx.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow  # importing coremltools takes seconds
+
 LLAMA = golden_set.WHOLE.parent / "data" / "tokenizer"
 
 
@@ -114,7 +116,6 @@ def test_the_check_gives_the_ids_that_an_app_reads_and_marks_where_training_read
     assert {"😀", "   three leading spaces", "\n"} <= set(CHECK_TEXTS)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not LLAMA.is_dir(), reason="the LLaMA tokenizer is not here")
 def test_the_ids_of_apples_tokenizer_are_the_known_ones(home: Path, tmp_path: Path) -> None:
     folder = small_folder(tmp_path / "m", None, small_model(vocab_size=32000))

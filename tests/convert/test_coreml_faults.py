@@ -14,7 +14,8 @@ from convert.coreml import export
 from convert.coreml_caches import PackedCache
 from convert.coreml_layers import Layers
 from convert.coreml_settings import Numerics
-from convert.coreml_verify import Verification, verify
+from convert.coreml_verification import Verification
+from convert.coreml_verify import verify
 from openelm_mlx.model import Model
 
 Patch = pytest.MonkeyPatch
@@ -131,6 +132,7 @@ def planted(folder: Path, output: Path, fault: Callable[[Patch], None]) -> Verif
     return verify(output, folder)
 
 
+@pytest.mark.slow
 def test_an_honest_package_holds(folder: Path, tmp_path: Path) -> None:
     result = planted(folder, tmp_path / "m.mlpackage", lambda patch: None)
     assert result.holds
@@ -217,6 +219,7 @@ def test_a_damaged_model_is_refused_with_its_layer() -> None:
         coreml_guard.measure_ranges(model, make_sample(None, None, 320))
 
 
+@pytest.mark.slow
 def test_other_weights_than_the_package_was_made_from_are_told(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -22,6 +22,8 @@ from convert.mil_eval import Package
 from openelm_mlx.config import ModelArgs
 from openelm_mlx.model import Model
 
+pytestmark = pytest.mark.slow  # importing coremltools takes seconds
+
 INTERFACES: dict[str, dict[str, Any]] = {
     "static": {},
     "all logits": {"all_logits": True},
@@ -75,7 +77,6 @@ def test_every_interface_gives_the_models_logits(tmp_path: Path, interface: str)
     assert error(package, reference, "native") < 0.01
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("interface", [name for name in INTERFACES if name != "ane"])
 def test_every_variant_of_apples_gives_apples_logits(
     tmp_path: Path, golden_model: str, interface: str
@@ -90,7 +91,6 @@ def test_every_variant_of_apples_gives_apples_logits(
     assert np.abs(np.stack(got) - want[4:]).max() < 4 * GRAPH * scale  # weights rounded to fp16
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_variant_takes_every_kind_of_weights(
     tmp_path: Path, golden_model: str, kind: str
@@ -118,7 +118,6 @@ def greedy(package: Path, reference: Model) -> tuple[list[int], list[int]]:
     return found, want
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("interface", ["flexible", "ane"])
 def test_kinds_and_interfaces_combine(tmp_path: Path, kind: str, interface: str) -> None:
@@ -196,7 +195,6 @@ def files(package: Path) -> list[Path]:
     return [path for path in package.rglob("*") if path.is_file()]
 
 
-@pytest.mark.slow
 def test_torch_is_never_imported(tmp_path: Path) -> None:
     import subprocess
     import sys

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from slow_params import slow
 
 from convert.coreml_palette import Palettes, palettise
 
@@ -42,8 +43,8 @@ def sample(kind: str, shape: tuple[int, int] = (4, 200)) -> np.ndarray:
     return (0.02 * draws[kind]).astype(np.float16)
 
 
-@pytest.mark.parametrize("kind", ["normal", "heavy", "uniform", "two humps"])
-@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("kind", ["heavy", "two humps", *slow("normal", "uniform")])
+@pytest.mark.parametrize("bits", [4, *slow(2)])
 def test_squared_error_is_near_the_best_possible(kind: str, bits: int) -> None:
     weight = sample(kind)
     found = values_of(palettise(weight, bits, 4)).astype(np.float64)

@@ -18,6 +18,8 @@ from convert.coreml_predictor import CoreMLPackage, client_of, open_package
 from convert.mil_eval import Package
 from openelm_mlx.model import Model
 
+pytestmark = pytest.mark.slow  # importing coremltools takes seconds
+
 FORMS: dict[str, dict[str, Any]] = {
     "static": {"all_logits": True},
     "stateless": {"stateless": True, "all_logits": True},

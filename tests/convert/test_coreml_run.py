@@ -85,6 +85,7 @@ def test_a_prompt_beyond_the_context_is_refused_with_both_lengths(
         stream(client(model, context=24), tiny_tokenizer.tokenizer, list(range(3, 26)))
 
 
+@pytest.mark.slow
 def test_the_command_prints_what_generate_prints(
     package: Path, complete_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,6 +97,7 @@ def test_the_command_prints_what_generate_prints(
     assert "output 12 tokens" in found.err
 
 
+@pytest.mark.slow
 def test_the_command_needs_a_tokenizer_and_takes_one(
     package: Path, tmp_path: Path, tiny_tokenizer: tiny.TinyTokenizer, capsys: Any
 ) -> None:
@@ -115,6 +117,7 @@ def test_the_command_needs_a_tokenizer_and_takes_one(
         (["--prompt", "once " * 80], "tokens and the package's context is 64"),
     ],
 )
+@pytest.mark.slow
 def test_what_cannot_be_run_is_said_in_one_line(
     package: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

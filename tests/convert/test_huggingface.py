@@ -21,6 +21,7 @@ from folder_makers import (
 )
 from layout_makers import LAYOUTS, Layout, Weights, corenet_mlx
 from model_makers import apple_io, random_model
+from slow_params import slow
 from tiny_tokenizer import TinyTokenizer
 
 from convert.huggingface import from_hub, to_hub_folder
@@ -86,7 +87,7 @@ def corenet_names(folder: Path, weights: Weights) -> None:
     corenet_mlx(folder, {to_corenet(name): array for name, array in weights.items()})
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, *slow(mx.float32, mx.float16)])
 @pytest.mark.parametrize("write", [*LAYOUTS, corenet_names])
 def test_every_layout_keeps_every_bit(write: Layout, dtype: mx.Dtype, tmp_path: Path) -> None:
     weights = weights_of(small_model(dtype, **UNTIED))
@@ -124,6 +125,7 @@ def test_large_models_are_sharded_both_ways(tmp_path: Path) -> None:
     assert_same_weights(read_weights(ours), weights)
 
 
+@pytest.mark.slow
 def test_conversion_holds_one_shard_in_memory_not_the_model(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"num_transformer_layers": 40, "ffn_multipliers": (8.0, 8.0)}
     model = small_model(**changes)

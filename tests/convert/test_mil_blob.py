@@ -12,6 +12,8 @@ from convert.mil_blob import BlobFile
 from convert.mil_tools import coremltools
 from convert.mil_types import TensorType, unpack
 
+pytestmark = pytest.mark.slow  # importing coremltools takes seconds
+
 # Element type -> what coremltools' writer and reader call it.
 STORED = {
     "FLOAT16": "fp16",

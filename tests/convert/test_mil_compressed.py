@@ -14,6 +14,8 @@ from convert.mil_ops import parameters
 from convert.mil_ops_compressed import COMPRESSED
 from convert.mil_tools import coremltools
 
+pytestmark = pytest.mark.slow  # importing coremltools takes seconds
+
 ROWS, COLUMNS = 12, 16
 X = np.eye(COLUMNS, dtype=np.float32)  # a linear layer of the identity gives its own weights
 
@@ -125,7 +127,6 @@ def test_weights_are_bit_equal_to_what_coremltools_decompresses(
         np.testing.assert_array_equal(got, expected[f"w{place}"], err_msg=kind)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "settings"),
     [

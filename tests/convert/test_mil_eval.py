@@ -13,6 +13,8 @@ from mil_tiny import CACHE, TABLE, C, D, call
 from convert.mil_eval import Package
 from convert.mil_tools import coremltools
 
+pytestmark = pytest.mark.slow  # importing coremltools takes seconds
+
 
 @pytest.fixture(scope="module")
 def two_functions(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -12,6 +12,8 @@ from convert.mil_eval import Package
 from convert.mil_ops import OPS, parameters
 from convert.mil_tools import coremltools
 
+pytestmark = pytest.mark.slow  # importing coremltools takes seconds
+
 NAMES = {f"out_{place}": case for place, case in enumerate(mil_cases.CASES)}
 
 

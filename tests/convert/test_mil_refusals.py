@@ -12,6 +12,8 @@ from mil_tiny import TABLE, C, D, V, call
 
 from convert.mil_eval import Package
 
+pytestmark = pytest.mark.slow  # importing coremltools takes seconds
+
 
 @pytest.fixture(scope="module")
 def two_functions(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -16,6 +16,8 @@ from openelm_mlx.model import Model
 from openelm_mlx.package_scoring import package_context, package_scorer
 from openelm_mlx.token_scoring import ModelScorer, Window
 
+pytestmark = pytest.mark.slow  # importing coremltools takes seconds
+
 FORMS: dict[str, dict[str, Any]] = {
     "static": {},
     "all logits": {"all_logits": True},
@@ -95,7 +97,6 @@ def test_a_package_stands_beside_its_model_in_a_comparison(
     assert result["notes"] == []
 
 
-@pytest.mark.slow
 def test_a_core_ai_bundle_stands_beside_its_model_in_a_comparison(
     capsys: pytest.CaptureFixture[str],
     model: Model,

@@ -26,6 +26,7 @@ def test_every_truncation_of_a_file_is_refused(tmp_path: Path) -> None:
         assert "truncated or damaged" in refusal(path)
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_never_gives_other_values(tmp_path: Path) -> None:
     weights = mx.arange(40.0)
     pt_file.write(tmp_path / "good.pt", {"w": weights})
