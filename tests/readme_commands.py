@@ -47,9 +47,9 @@ SMALLER: dict[str, str] = {
     "convert corenet": "--config checkpoint_average.yaml",
     "convert coreml": "--context 64 --prefill 8",
     "convert run-coreml": "--max-tokens 4",
-    "dpo": "--epochs 1 --batch-size 4 --max-seq-length 64 --max-prompt-length 32",
+    "dpo": "--iters 4 --epochs none --batch-size 4 --max-seq-length 64 --max-prompt-length 32",
     "evaluate": "--max-seq-length 64 --limit 4",
-    "finetune": "--epochs 1 --batch-size 4 --max-seq-length 64",
+    "finetune": "--iters 4 --epochs none --batch-size 4 --max-seq-length 64",
     "generate": "--max-tokens 4",
     "convert quantize": "--group-size 32",
 }
