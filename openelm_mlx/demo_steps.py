@@ -19,7 +19,7 @@ _BEGINNING = "Return a new"
 _SAMPLE = ("--max-tokens", 40, "--temp", 0.7, "--top-p", 0.9, "--seed", 1)
 _ANSWER = ("--max-tokens", 32)
 _QUESTIONS = 3
-_SCORED = 100  # unseen questions that all models are scored on
+_SCORED = 40  # unseen questions that all models are scored on
 # Without a fast BLAS a narrower model and smaller updates, of which there are more, learn faster.
 _SLOW = ("--batch-size", 4)
 _SLOW_MODEL = ("--model-dim", 64, "--num-gqa-groups", 1)
