@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from openelm_mlx.bench_shared import STOCK
+from openelm_mlx.plots_bench import short_number
 
 HEADER = f"{'case':34} {'who':22} {'median':>10}  {'spread':>21}  {'unit':14} ratio"
 
@@ -127,8 +128,8 @@ def _table_row(row: Mapping[str, Any], stock: Mapping[str, Any] | None) -> str:
 
 def _number(row: Mapping[str, Any]) -> str:
     low, high = row["low"], row["high"]
-    spread = "" if low == high else f" [{low:.3g}-{high:.3g}]"
-    return f"{row['median']:.4g} {row['unit']}{spread}"
+    spread = "" if low == high else f" [{short_number(low)}-{short_number(high)}]"
+    return f"{short_number(row['median'])} {row['unit']}{spread}"
 
 
 def _share_words(row: Mapping[str, Any]) -> str:

@@ -68,7 +68,7 @@ def save_figure(figure: "Figure", path: str | Path, *, overwrite: bool = True) -
 
 
 def line_look(number: int) -> dict[str, Any]:
-    """Colour, line style and marker of a chart's series number ``number``: no two are alike."""
+    """Colour, line style and marker of series number ``number``: no two of 28 are alike."""
     return {
         "color": COLOURS[number % len(COLOURS)],
         "linestyle": STYLES[number % len(STYLES)],
@@ -78,10 +78,10 @@ def line_look(number: int) -> dict[str, Any]:
 
 
 def bar_look(number: int) -> dict[str, Any]:
-    """Colour and hatch of the bars of series number ``number``."""
+    """Colour and hatch of the bars of series number ``number``: no two of 49 are alike."""
     return {
         "color": COLOURS[number % len(COLOURS)],
-        "hatch": HATCHES[number % len(HATCHES)],
+        "hatch": HATCHES[(number + number // len(COLOURS)) % len(HATCHES)],
         "edgecolor": "white",
     }
 

@@ -52,6 +52,11 @@ def bench_figure(rows: Sequence[Mapping[str, Any]], *, title: str) -> "Figure":
     return figure
 
 
+def short_number(value: float) -> str:
+    """Three digits, or all before the point: 0.0082, 5.32, 7742."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 def _panel(
     axes: Any, case: str, rows: Sequence[Mapping[str, Any]], looks: Mapping[str, dict[str, Any]]
 ) -> None:
@@ -67,11 +72,15 @@ def _panel(
             **looks[row["who"]],
         )
         axes.text(
-            row["high"] + 0.02 * furthest, place, f"{row['median']:.3g}", va="center", fontsize=8
+            row["high"] + 0.02 * furthest,
+            place,
+            short_number(row["median"]),
+            va="center",
+            fontsize=8,
         )
     axes.set_yticks(range(len(rows)), [row["who"] for row in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlim(0, 1.2 * furthest)
+    axes.set_xlim(0, 1.25 * furthest)
     more = rows[0].get("higher_is_better", rows[0]["unit"] in _RATES)
     axes.set_title(case, fontsize=9)
     axes.set_xlabel(f"{rows[0]['unit']}, {'more' if more else 'less'} is better", fontsize=8)

@@ -10,13 +10,15 @@ from command_line import run_here
 
 from openelm_mlx.config import ModelArgs
 from openelm_mlx.plots import (
+    bar_look,
     curves_figure,
+    line_look,
     loss_figure,
     loss_label,
     plot_curves,
     try_plot_losses,
 )
-from openelm_mlx.plots_bench import bench_figure
+from openelm_mlx.plots_bench import bench_figure, short_number
 from openelm_mlx.plots_layers import layers_figure, plot_layers
 
 LINES = [
@@ -139,6 +141,23 @@ def test_bars_of_a_bench_differ_in_hatch_and_have_units(
     outcome = run_here(capsys, "plot", file)
     assert outcome.out.strip() == str(tmp_path / "bench.png")
     assert_opaque_white(tmp_path / "bench.png")
+
+
+def test_no_two_series_of_a_chart_look_alike() -> None:
+    lines = [line_look(i) for i in range(28)]
+    assert len({(look["linestyle"], look["marker"]) for look in lines}) == 28
+    bars = [bar_look(i) for i in range(49)]
+    assert len({(look["color"], look["hatch"]) for look in bars}) == 49
+    assert len({look["hatch"] for look in bars[:7]}) == 7
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0082, "0.0082"), (5.324, "5.32"), (99.94, "99.9"), (7742.3, "7742")]
+)
+def test_numbers_beside_bars_have_three_digits_or_all_before_the_point(
+    value: float, text: str
+) -> None:
+    assert short_number(value) == text
 
 
 def test_a_bench_without_rows_has_nothing_to_draw() -> None:
