@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 import tiny_tokenizer as tiny
 from model_makers import model_of
+from slow_params import slow
 
 from openelm_mlx.config import ModelArgs
 from openelm_mlx.model import Model
@@ -23,9 +24,10 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run tests that take ``golden_model`` once for each tiny model at hand."""
+    """Run tests that take ``golden_model`` once for each tiny model at hand: two, and slow ones."""
     if "golden_model" in metafunc.fixturenames:
-        metafunc.parametrize("golden_model", golden_set.models())
+        models = golden_set.models()
+        metafunc.parametrize("golden_model", [*models[:2], *slow(*models[2:])])
 
 
 @pytest.fixture(autouse=True, scope="session")

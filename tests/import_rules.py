@@ -187,17 +187,19 @@ def imports(source: str, modules: set[str]) -> Iterator[Import]:
 @lru_cache(maxsize=512)
 def _statements(source: str) -> list[tuple[ast.Import | ast.ImportFrom, bool, bool]]:
     """The statements, and whether each is deferred and for types; parsed once for all tests."""
-    tree = ast.parse(source)
-    nodes = list(ast.walk(tree))
-    functions = [n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-    typing = [n for n in nodes if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
-    in_functions = {id(n) for function in functions for n in ast.walk(function)}
-    in_typing = {id(n) for block in typing for n in ast.walk(block)}
-    return [
-        (node, id(node) in in_typing or id(node) in in_functions, id(node) in in_typing)
-        for node in nodes
-        if isinstance(node, ast.Import | ast.ImportFrom)
-    ]
+    found: list[tuple[ast.Import | ast.ImportFrom, bool, bool]] = []
+
+    def visit(node: ast.AST, in_function: bool, for_types: bool) -> None:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.append((node, in_function or for_types, for_types))
+        in_function |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for_types |= isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+                visit(child, in_function, for_types)
+
+    visit(ast.parse(source), False, False)
+    return found
 
 
 def _reached(module: str, name: str, modules: set[str]) -> str:

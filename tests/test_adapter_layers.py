@@ -10,6 +10,7 @@ import pytest
 from golden_lora import LINEAR, UNTIED, fill, largest, logits, randomise
 from mlx.utils import tree_flatten
 from model_makers import random_model, random_tokens
+from slow_params import slow
 
 from openelm_mlx.lora import (
     AdapterArgs,
@@ -231,7 +232,7 @@ def dequantized(config: dict[str, Any], packed: Model, mode: str) -> Model:
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+@pytest.mark.parametrize("mode", ["affine", *slow("mxfp4")])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_adapters_on_a_quantised_base_equal_those_on_its_dequantised_weights(
     tokens: mx.array, kind: Any, mode: str, tied: bool

@@ -90,8 +90,8 @@ def test_ratios_say_how_many_times_as_good_ours_is() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("host", "prefill-512", "decode", "memory", "load"),
-        *slow("lookup-new", "lookup-copies"),
+        *("host", "decode", "memory"),
+        *slow("prefill-512", "load", "lookup-new", "lookup-copies"),
     ],
 )
 def test_every_case_of_generation_gives_positive_numbers(name: str) -> None:

@@ -85,6 +85,7 @@ def test_each_state_of_a_run_is_scored_with_its_own_weights(
     assert (found["best"]["kind"], found["best"]["step"]) == ("best", best.step)
 
 
+@pytest.mark.slow
 def test_the_mean_of_neighbouring_states_is_scored_and_marked(
     capsys: pytest.CaptureFixture[str], run: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -155,6 +156,7 @@ def test_corenet_files_are_scored_as_their_folders_are(
     assert [row["perplexity"] for row in rows] == pytest.approx([alone, alone], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_adapters_of_a_run_are_scored_on_their_base(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,

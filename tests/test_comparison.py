@@ -127,6 +127,7 @@ def test_samples_are_the_likeliest_continuations_of_the_prompts_asked_for(
     assert sample["continuations"][str(road / "base")] == expected
 
 
+@pytest.mark.slow
 def test_all_models_get_windows_that_the_smallest_context_holds(
     capsys: pytest.CaptureFixture[str], road: Path, data: Path, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:

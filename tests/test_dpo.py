@@ -79,8 +79,14 @@ def test_apples_recipes_resolve(recipe: str, dpo: Preferring, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("kind", "loss"),
     [
-        *(("full", "ipo"), ("lora", "sigmoid")),
-        *slow_cases(("full", "sigmoid"), ("full", "hinge"), ("full", "rso"), ("dora", "hinge")),
+        ("full", "ipo"),
+        *slow_cases(
+            ("lora", "sigmoid"),
+            ("full", "sigmoid"),
+            ("full", "hinge"),
+            ("full", "rso"),
+            ("dora", "hinge"),
+        ),
     ],
 )
 def test_b30_at_step_1_the_policy_is_the_reference(
@@ -144,6 +150,7 @@ def test_a_reference_of_other_pairs_is_computed_anew(
     assert caplog.text == ""
 
 
+@pytest.mark.slow
 def test_changed_pairs_are_no_resumed_run(dpo: Preferring, tmp_path: Path) -> None:
     dpo.run(tmp_path / "run", "--iters", 2)
     with (dpo.data / "train.jsonl").open("a") as file:
@@ -153,6 +160,7 @@ def test_changed_pairs_are_no_resumed_run(dpo: Preferring, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_the_better_answer_wins(kind: str, dpo: Preferring, base: Path, tmp_path: Path) -> None:
     flags = ["--fine-tune-type", kind, "--iters", 20, "--loss", "sigmoid", "--epochs", "none"]
     out = dpo.run(tmp_path / "run", *flags)
@@ -203,6 +211,7 @@ def test_b9_a_resumed_run_equals_an_uninterrupted_one(
     assert_same_weights(found, expected)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_left_as_it_is(dpo: Preferring, tmp_path: Path) -> None:
     run = tmp_path / "run"
     dpo.run(run, "--iters", 2)
@@ -256,6 +265,7 @@ def test_a_dry_run_shows_plan_and_pairs_and_writes_nothing(dpo: Preferring, tmp_
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_with_a_run_is_refused_before_anything_is_read(
     dpo: Preferring, tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "kind", ["lora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dora", "full"))]
 )
+@pytest.mark.slow
 def test_the_loss_falls(kind: str, tuner: Tuner, tmp_path: Path) -> None:
     flags = ["--fine-tune-type", kind, "--mask-prompt", "--iters", 30, "--learning-rate", 1e-2]
     out = tuner.run(tmp_path / "run", *flags)
@@ -112,6 +113,7 @@ def test_full_tuning_moves_every_parameter(tuner: Tuner, base: Path, tmp_path: P
     assert json.loads((tmp_path / "run" / "openelm.json").read_text())["stage"] == "finetune"
 
 
+@pytest.mark.slow
 def test_b25_under_dora_the_magnitudes_move(tuner: Tuner, base: Path, tmp_path: Path) -> None:
     tuner.run(tmp_path / "run", "--iters", 2, "--fine-tune-type", "dora")
     model = load_model(base)
@@ -177,6 +179,7 @@ def test_b7_training_data_alone_are_enough(
     assert not any("val_loss" in line for line in read_metrics(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_b8_the_test_split_is_measured_when_asked_for(tuner: Tuner, tmp_path: Path) -> None:
     trained = tuner.run(tmp_path / "run", "--iters", 2, "--mask-prompt", "--test")
     (line,) = [line for line in trained.splitlines() if line.startswith("test loss")]
@@ -202,6 +205,7 @@ def test_epochs_end_with_the_last_sample(tuner: Tuner, data: Path, tmp_path: Pat
     assert steps[-1]["tokens"] == 2 * sum(sample.num_targets for sample in samples)
 
 
+@pytest.mark.slow
 def test_b32_the_plan_and_the_recipe_say_what_was_chosen(tuner: Tuner, tmp_path: Path) -> None:
     outcome = tuner("--iters", 1, "--rank", 3, "--output", tmp_path / "run")
     words = " ".join(outcome.out.split())
@@ -235,6 +239,7 @@ def test_a_dry_run_shows_plan_and_samples_and_writes_nothing(tuner: Tuner, tmp_p
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_chat_gives_the_tuned_model_its_template(
     capsys: pytest.CaptureFixture[str], base: Path, tmp_path: Path
 ) -> None:
@@ -266,6 +271,7 @@ def test_mistakes_are_one_line(argv: list[str], message: str, tuner: Tuner, tmp_
     assert message in outcome.error
 
 
+@pytest.mark.slow
 def test_a_folder_with_a_run_is_refused_before_anything_is_read(
     tuner: Tuner, tmp_path: Path
 ) -> None:

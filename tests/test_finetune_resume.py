@@ -66,6 +66,7 @@ def test_b9_a_resumed_run_equals_an_uninterrupted_one(
     assert_same_weights(found, expected)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_left_as_it_is(tuner: Tuner, tmp_path: Path) -> None:
     run = tmp_path / "run"
     tuner.run(run, "--iters", 3)

@@ -99,6 +99,7 @@ def test_sliding_windows_equal_a_direct_computation_window_by_window(
 
 
 @pytest.mark.parametrize("batch_size", [3, *slow(1, 64)])
+@pytest.mark.slow
 def test_batch_size_and_padding_do_not_change_the_result(
     model: Model, docs: list[Document], tiny_tokenizer: tiny.TinyTokenizer, batch_size: int
 ) -> None:

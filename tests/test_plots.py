@@ -61,6 +61,7 @@ def assert_opaque_white(picture: Path) -> None:
         assert pixels.getextrema()[3] == (255, 255)
 
 
+@pytest.mark.slow
 def test_plot_draws_a_picture_with_axes_units_and_title(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,6 +79,7 @@ def test_plot_draws_a_picture_with_axes_units_and_title(
     assert len(looks(top)) > 1
 
 
+@pytest.mark.slow
 def test_curves_of_runs_differ_in_style_and_marker_and_name_their_mean() -> None:
     needs_matplotlib()
     figure = curves_figure(

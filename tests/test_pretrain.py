@@ -83,6 +83,7 @@ def test_the_folder_is_a_model_that_generates(
     }
 
 
+@pytest.mark.slow
 def test_the_seed_decides_weights_and_order(pretrain: Pretrainer, tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         pretrain.run(tmp_path / name, "--iters", 2, "--seed", seed)

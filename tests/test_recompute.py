@@ -11,6 +11,7 @@ import pytest
 from golden_lora import randomise
 from mlx.utils import tree_flatten
 from model_makers import model_of, random_tokens
+from slow_params import slow_cases
 
 from openelm_mlx.batches import Batch
 from openelm_mlx.config import ModelArgs
@@ -54,7 +55,9 @@ def loss_and_gradients(
     return value.item(), dict(tree_flatten(gradients))
 
 
-@pytest.mark.parametrize(("rows", "length", "packed"), [(3, 260, False), (5, 200, True)])
+@pytest.mark.parametrize(
+    ("rows", "length", "packed"), [(5, 200, True), *slow_cases((3, 260, False))]
+)
 @pytest.mark.parametrize("dropout", [None, 0.0], ids=["full", "adapters"])
 @pytest.mark.parametrize("mode", MODES)
 def test_loss_and_gradients_are_those_without(

@@ -11,6 +11,7 @@ import model_makers
 import numpy as np
 import pytest
 import reference
+from slow_params import slow_cases
 
 from openelm_mlx.model import Model, ModelArgs
 from openelm_mlx.scoring import Likelihood, log_likelihoods
@@ -89,7 +90,9 @@ def counted(model: Model) -> Iterator[dict[str, list[int]]]:
         yield seen
 
 
-@pytest.mark.parametrize(("batch_size", "share"), [(1, True), (3, True), (64, True), (5, False)])
+@pytest.mark.parametrize(
+    ("batch_size", "share"), [(3, True), *slow_cases((1, True), (64, True), (5, False))]
+)
 def test_batches_score_as_one_request_after_another(
     tiny_model: Model, batch_size: int, share: bool
 ) -> None:

@@ -130,6 +130,7 @@ def count_passes(monkeypatch: pytest.MonkeyPatch, model: Model) -> list[int]:
     return passes
 
 
+@pytest.mark.slow
 def test_a_right_draft_saves_passes(tiny_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     twin = Model(tiny_model.args)
     twin.update(tiny_model.parameters())

@@ -233,6 +233,7 @@ class _Stopping(CountingBatches):
         return super().__next__()
 
 
+@pytest.mark.slow
 def test_resume_cuts_the_metrics_back_to_the_restored_step(tmp_path: Path) -> None:
     run(tmp_path, iters=6)
     newest = sorted((tmp_path / STATES).iterdir())[-1]
@@ -532,6 +533,7 @@ def test_a_run_that_is_bounded_by_time_ends_there_with_its_schedule_run_down(
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
 
 
+@pytest.mark.slow
 def test_time_that_is_not_needed_changes_nothing(tmp_path: Path) -> None:
     straight, _ = run(tmp_path / "straight")
     bounded, outcome = run(tmp_path / "bounded", max_seconds=1e6)

@@ -209,6 +209,7 @@ def test_a_rank_without_rows_has_nothing_that_counts() -> None:
     assert batch.samples == ()
 
 
+@pytest.mark.slow
 def test_most_tokens_of_a_batch_are_useful_and_shapes_are_few() -> None:
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(4, 0.6, 2000), 8, 500).astype(int)

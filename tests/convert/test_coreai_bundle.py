@@ -75,6 +75,7 @@ def test_the_asset_has_the_names_and_shapes_that_apps_bind(made: Export) -> None
     assert asset.metadata.license == "apple-amlr"
 
 
+@pytest.mark.slow
 def test_tokenizer_template_licence_and_provenance_come_along(made: Export) -> None:
     tokenizer = Tokenizer.from_path(made.folder / "tokenizer")
     assert (made.folder / "tokenizer" / "tokenizer.json").is_file()
@@ -86,6 +87,7 @@ def test_tokenizer_template_licence_and_provenance_come_along(made: Export) -> N
     assert origin["versions"]["coreai-core"] == "1.0.0b3"
 
 
+@pytest.mark.slow
 def test_the_export_is_verified_and_says_what_that_means(made: Export) -> None:
     report = json.loads((made.folder / "verification.json").read_text())
     assert report["holds"] is True
@@ -161,6 +163,7 @@ def test_adapters_are_fused(
     assert np.abs(base - found).max() > 0.01
 
 
+@pytest.mark.slow
 def test_an_unverified_bundle_says_so(
     complete_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,6 +185,7 @@ def test_the_name_of_an_asset_is_no_bundle(complete_dir: Path, tmp_path: Path) -
         export(complete_dir, tmp_path / "x.aimodel")
 
 
+@pytest.mark.slow
 def test_missing_parts_and_other_metadata_are_told(bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"is no Core AI bundle: it has no metadata\.json"):
         Bundle.open(tmp_path)
