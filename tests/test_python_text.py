@@ -135,3 +135,24 @@ def test_this_installation_has_megabytes_of_text_and_none_of_it_is_imported() ->
     assert sum(map(len, documents)) > 1_000_000
     assert len(list(python_text.question_answers())) > 1000
     assert "antigravity" not in set(sys.modules) - before
+
+
+def test_the_module_writes_what_the_training_commands_read_and_replaces_what_is_there(
+    library: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = library / "made"
+    for limit in ("9", "2"):
+        assert python_text.main([str(folder), "--limit", limit]) == 0
+    assert "2 texts, 2 questions" in capsys.readouterr().out
+    found = {
+        str(path.relative_to(folder)): path.read_text().splitlines()
+        for path in folder.rglob("*.jsonl")
+    }
+    split = {"train.jsonl", "valid.jsonl"}
+    names = {f"{part}/{name}" for part in ("text", "questions") for name in split}
+    assert set(found) == names | {"text/questions.jsonl"}
+    for part in ("text", "questions"):
+        assert sum(len(found[f"{part}/{name}"]) for name in split) == 2
+    (line,) = found["questions/valid.jsonl"]
+    record, (text,) = json.loads(line), map(json.loads, found["text/questions.jsonl"])
+    assert text == {"text": f"{record['prompt']} {record['completion']}"}
