@@ -267,7 +267,7 @@ def test_loading_lazily_reads_no_weights(tmp_path: Path) -> None:
     lazy = load_model(folder, lazy=True)
     (folder / "model.safetensors").write_bytes(b"")  # the open file loses its contents
     with pytest.raises(RuntimeError):
-        mx.eval(lazy.parameters())
+        mx.eval(lazy.transformer.norm.weight)  # one, as MLX would raise the others' errors later
 
 
 def test_messages_name_where_the_tensors_came_from() -> None:
