@@ -12,6 +12,7 @@ import numpy as np
 
 from convert.coreml_caches import HostWrittenCache, PackedCache, ints
 from convert.coreml_layers import F16, Layers, Parameters, Shared, Var
+from convert.coreml_rotation import rotation_table
 from convert.coreml_settings import MASKED, ExportSettings, Numerics
 from convert.mil_tools import coremltools
 from openelm_mlx.config import ModelArgs
@@ -211,13 +212,9 @@ class _FunctionBuilder:
         return mb.sub(x=total, y=new, name="start"), total
 
     def _tables(self, which: str) -> np.ndarray:
-        """(C, E) fp16 cosines, or sines whose first half is negated; Su et al. 2021, eq. 15."""
-        E, C = self._args.head_dim, self._settings.context
-        speeds = self._args.rope_freq_constant ** (-np.arange(0, E, 2, dtype=np.float64) / E)
-        angles = np.arange(C, dtype=np.float64)[:, None] * speeds  # (C, E / 2)
-        if which == "cos":
-            return np.concatenate([np.cos(angles)] * 2, axis=1).astype(F16)
-        return np.concatenate([-np.sin(angles), np.sin(angles)], axis=1).astype(F16)
+        """(C, E) of one rotation table."""
+        args, context = self._args, self._settings.context
+        return rotation_table(which, args.head_dim, args.rope_freq_constant, context)
 
     def _rows(self, start: Var, end: Var) -> tuple[Var, Var]:
         """Rows [start, end) of both tables as (1, 1, q, E)."""

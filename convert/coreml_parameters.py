@@ -55,7 +55,7 @@ def stored_parameters(
             continue
         stored = _stored(path, module, kind)
         if exponent:
-            rows = _folded_rows(path, model, stored.shape[0])
+            rows = folded_rows(path, model, stored.shape[0])
             folded = stored if rows is None else stored.scaled(rows, exponent)
             if folded is None:
                 unfolded.append(graph_name(path))
@@ -158,7 +158,7 @@ def _check_kind(model: Model, kind: WeightKind) -> None:
         )
 
 
-def _folded_rows(path: str, model: Model, rows: int) -> slice | None:
+def folded_rows(path: str, model: Model, rows: int) -> slice | None:
     """Rows that write the residual stream; of a gated ``proj_1`` the value half.
 
     The gate's partner is scaled rather than ``proj_2``, so that their product stays small too.
@@ -168,31 +168,3 @@ def _folded_rows(path: str, model: Model, rows: int) -> slice | None:
     if model.args.ffn_with_glu:
         return slice(rows // 2, rows) if path.endswith("ffn.proj_1") else None
     return slice(0, rows) if path.endswith("ffn.proj_2") else None
-
-
-def reference_model(args: ModelArgs, parameters: Parameters, *, exponent: int) -> Model:
-    """An MLX model in float32 with the weights that a package holds, 2^-k taken out again.
-
-    Args:
-        args: the architecture.
-        parameters: as stored.
-        exponent: the k they were made with.
-    """
-    model = Model(args)
-    loaded: list[tuple[str, mx.array]] = []
-    for path, module in model.named_modules():
-        if "weight" not in module:
-            continue
-        name = graph_name(path)
-        if name in parameters.vectors:
-            values = parameters.vectors[name].astype(np.float32)
-        else:
-            parts = [parameters.matrices[part].decompressed() for part in parameters.parts(name)]
-            values = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            rows = _folded_rows(path, model, values.shape[0])
-            if exponent and rows is not None and name not in parameters.unfolded:
-                values[rows] = np.ldexp(values[rows], exponent)
-        loaded.append((f"{path}.weight", mx.array(values)))
-    model.load_weights(loaded, strict=True)
-    model.eval()
-    return model

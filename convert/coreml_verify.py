@@ -20,11 +20,11 @@ from convert.coreml_parameters import (
     graph_name,
     matrices_of,
     plain_weight,
-    reference_model,
     stored_parameters,
 )
 from convert.coreml_parity import measure_parity, prompt_lengths, step_errors
 from convert.coreml_predictor import client_of, on_macos
+from convert.coreml_reference import reference_model
 from convert.coreml_report import summary, write_report
 from convert.coreml_settings import WEIGHT_KINDS, WeightKind, most_rows
 from convert.coreml_verification import Rounding, Verification

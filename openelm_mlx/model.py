@@ -114,13 +114,19 @@ class Attention(nn.Module):
         if "q_norm" in self:
             qk = mx.fast.rms_norm(qk, None, self.eps) * self._qk_weight()
         offset = 0 if cache is None else cache.offset
-        qk = mx.fast.rope(qk, E, traditional=False, base=self.rope_base, scale=1.0, offset=offset)
+        qk = self.rotate(qk, offset)
         queries, keys = mx.split(qk, [H], axis=1)
         if cache is not None:
             keys, values = cache.update_and_fetch(keys, values)
         out = _attend(queries, keys, values, mask, cache)  # (B, H, L, E)
         out = out.transpose(0, 2, 1, 3).reshape(B, L, H * E)
         return _project_and_add(residual, out, self.out_proj)
+
+    def rotate(self, x: mx.array, offset: Any) -> mx.array:
+        """RoPE of (B, heads, L, E) at the positions from ``offset`` on (Su et al. 2021)."""
+        return mx.fast.rope(
+            x, self.head_dim, traditional=False, base=self.rope_base, scale=1.0, offset=offset
+        )
 
     def _qk_weight(self) -> mx.array:
         """The norm weights as (H + K, 1, E), so that queries and keys share one norm and one RoPE.

@@ -49,7 +49,8 @@ LAYERS = {
         convert.coreai_ops convert.coreai_span convert.coreai_verify convert.coreai_weights
         convert.coreml convert.coreml_bundle convert.coreml_caches
         convert.coreml_card convert.coreml_client convert.coreml_describe convert.coreml_graph
-        convert.coreml_guard convert.coreml_layers convert.coreml_package convert.coreml_report
+        convert.coreml_guard convert.coreml_layers convert.coreml_package
+        convert.coreml_reference convert.coreml_rotation convert.coreml_report
         convert.coreml_parity convert.coreml_on_mac convert.coreml_lints
         convert.coreml_parameters convert.coreml_predictor convert.coreml_settings
         convert.coreml_codes convert.coreml_palette convert.coreml_stored

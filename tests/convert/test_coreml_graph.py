@@ -15,8 +15,9 @@ from convert.coreml_client import Client
 from convert.coreml_describe import describe
 from convert.coreml_graph import build_program
 from convert.coreml_package import weight_bytes, write_package
-from convert.coreml_parameters import expected_bytes, reference_model, stored_parameters
+from convert.coreml_parameters import expected_bytes, stored_parameters
 from convert.coreml_predictor import client_of
+from convert.coreml_reference import reference_model
 from convert.coreml_settings import ExportSettings, NormForm, Numerics
 from convert.mil_eval import Package
 from openelm_mlx.config import ModelArgs
@@ -33,7 +34,7 @@ INTERFACES: dict[str, dict[str, Any]] = {
     "ane": {"target": "ane"},
 }
 KINDS = ("fp16", "int8", "int4", "palette4", "palette6")
-GRAPH = 1e-3  # of the largest logit: the fp16 rotation tables
+GRAPH = 5e-4  # of the largest logit: float16 constants such as E^-0.5 of an odd head size
 
 
 def wide_model(seed: int = 0) -> Model:
@@ -73,7 +74,8 @@ def test_every_interface_gives_the_models_logits(tmp_path: Path, interface: str)
     model = wide_model()
     package = small_package(tmp_path / "m.mlpackage", model, **INTERFACES[interface])
     reference = reference_model(model.args, stored_parameters(model, "fp16"), exponent=0)
-    assert error(package, reference) < GRAPH
+    halved = interface == "stateless"  # its caches pass through the caller in float16
+    assert error(package, reference) < (1e-3 if halved else GRAPH)
     assert error(package, reference, "native") < 0.01
 
 
@@ -88,7 +90,9 @@ def test_every_variant_of_apples_gives_apples_logits(
     asked = client(package)
     got = [asked.feed(ids[:5]), *(asked.feed([token]) for token in ids[5:])]
     scale = np.abs(want).max()
-    assert np.abs(np.stack(got) - want[4:]).max() < 4 * GRAPH * scale  # weights rounded to fp16
+    assert (
+        np.abs(np.stack(got) - want[4:]).max() < 0.01 * scale
+    )  # of which rounding weights to fp16 takes up to 0.007
 
 
 @pytest.mark.parametrize("kind", KINDS)
