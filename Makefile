@@ -2,10 +2,12 @@
 # pip's registry.
 #   PYTHON=...   makes the environment           BACKEND=cpu|cuda12|cuda13   MLX on Linux
 #   VENV=...     the environment (.venv)         PYTEST_ARGS="-x -k cache"   more for pytest
+#   JOBS=2       tests at a time, each with one thread for matrix products
 #   DEMO_ARGS="--output other --pretrain-seconds 600"            more for openelm demo
 
 SHELL := /bin/sh
 VENV ?= .venv
+JOBS ?= 2
 BIN := $(VENV)/bin
 CANDIDATES := $(if $(PYTHON),$(PYTHON),python3.13 python3.12 python3.11 python3 python)
 ifeq ($(shell uname -s),Darwin)
@@ -45,7 +47,8 @@ demo: $(READY)
 	@$(BIN)/openelm demo $(DEMO_ARGS)
 
 test: $(READY)
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not network and not benchmark" $(PYTEST_ARGS)
+	$(TEST_ENV) OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal \
+	  -m "not network and not benchmark" $(PYTEST_ARGS)
 
 notebooks: $(READY)
 	$(TEST_ENV) $(BIN)/python -m pytest -m "not network" tests/test_notebooks.py $(PYTEST_ARGS)
