@@ -79,7 +79,7 @@ def test_every_interface_gives_the_models_logits(tmp_path: Path, interface: str)
     assert error(package, reference, "native") < 0.01
 
 
-@pytest.mark.parametrize("interface", [name for name in INTERFACES if name != "ane"])
+@pytest.mark.parametrize("interface", list(INTERFACES))
 def test_every_variant_of_apples_gives_apples_logits(
     tmp_path: Path, golden_model: str, interface: str
 ) -> None:
