@@ -143,12 +143,8 @@ def export(
     args, ranges, numerics, parameters = _prepared(loaded, sample, settings)
     del loaded
     with atomic_folder(output, overwrite=overwrite) as temporary:
-        program = build_program(args, parameters, settings, numerics)
         metadata = _metadata(source, settings, numerics, ranges, adapter_path)
-        about = f"{source.name}, an OpenELM language model of {args.num_parameters:,} parameters"
-        write_package(program, temporary, metadata=metadata, about=about)
-        del program
-        check_shrunk(weight_bytes(temporary), expected_bytes(args, parameters, settings.context))
+        _write(temporary, args, parameters, settings, numerics, metadata)
         seconds = time.perf_counter() - started
         result = None
         if check:
@@ -223,6 +219,22 @@ def _prepared(
         most_rows=settings.most_rows,
     )
     return model.args, ranges, numerics, parameters
+
+
+def _write(
+    folder: Path,
+    args: ModelArgs,
+    parameters: Parameters,
+    settings: ExportSettings,
+    numerics: Numerics,
+    metadata: dict[str, str],
+) -> None:
+    """Build the program, write it, and see that its weights shrank as asked."""
+    program = build_program(args, parameters, settings, numerics)
+    source = metadata["openelm.source"]
+    about = f"{source}, an OpenELM language model of {args.num_parameters:,} parameters"
+    write_package(program, folder, metadata=metadata, about=about)
+    check_shrunk(weight_bytes(folder), expected_bytes(args, parameters, settings.context))
 
 
 def _metadata(

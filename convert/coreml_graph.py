@@ -125,29 +125,18 @@ class _FunctionBuilder:
         heads = sum(self._args.num_kv_heads)
         cache = (1, heads, C, self._args.head_dim)
         states = {n: mb.state_tensor_placeholder(cache, half) for n in ("keyCache", "valueCache")}
-        q: Any = self._tokens
-        match self._settings.interface:
-            case "static":
-                return {
-                    "inputIds": mb.placeholder((1, q), ids),
-                    "position": mb.placeholder((1,), ids),
-                    **states,
-                }, []
-            case "stateless":
-                caches = {n: mb.placeholder(cache, half) for n in states}
-                return {
-                    "inputIds": mb.placeholder((1, q), ids),
-                    "position": mb.placeholder((1,), ids),
-                    **caches,
-                }, []
-            case "ane":
-                return {
-                    "inputIds": mb.placeholder((1, q), ids),
-                    "attn_mask": mb.placeholder((1, 1, q, C), half),
-                    "update_mask": mb.placeholder((1, 1, C, q), half),
-                    **states,
-                }, []
-        return self._ranged_inputs(states)
+        if self._tokens is None:
+            return self._ranged_inputs(states)
+        if self._settings.interface == "stateless":
+            states = {n: mb.placeholder(cache, half) for n in states}
+        q = self._tokens
+        fixed = {"inputIds": mb.placeholder((1, q), ids)}
+        if self._settings.interface == "ane":
+            fixed["attn_mask"] = mb.placeholder((1, 1, q, C), half)
+            fixed["update_mask"] = mb.placeholder((1, 1, C, q), half)
+        else:
+            fixed["position"] = mb.placeholder((1,), ids)
+        return {**fixed, **states}, []
 
     def _ranged_inputs(self, states: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
         mb, types, C = self._mb, self._types, self._settings.context

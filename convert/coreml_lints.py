@@ -47,7 +47,8 @@ def lint(path: Path) -> list[Lint]:
         *_interface(description, contract),
         *(found for name in saved.functions for found in _state_order(saved, name)),
         *_attention(saved, target),
-        *_shapes(description, contract),
+        *_cache_shape(description, contract),
+        *(found for name in description.functions for found in _ranges(description, name)),
         *_size(description, target),
     ]
 
@@ -118,7 +119,7 @@ def _attention(saved: SavedProgram, target: str) -> Iterator[Lint]:
         )
 
 
-def _shapes(description: PackageDescription, contract: Contract) -> Iterator[Lint]:
+def _cache_shape(description: PackageDescription, contract: Contract) -> Iterator[Lint]:
     cache = description.cache()
     if cache is None or len(cache.shape) != 4:
         yield _fault("no keyCache of rank 4 (1, heads, context, head_dim)")
@@ -130,17 +131,21 @@ def _shapes(description: PackageDescription, contract: Contract) -> Iterator[Lin
             f"cache sizes {list(cache.shape[2:])} are not all multiples of {ANE_MULTIPLE}: not for "
             "the Neural Engine (coremltools #2631)"
         )
-    for name, function in description.functions.items():
-        ranged = {
-            feature.name
-            for feature in function.inputs.values()
-            if any(isinstance(axis, tuple) for axis in feature.shape)
-        }
-        if function.states and ranged and len(ranged) < len(function.inputs):
-            yield _fault(
-                f"{name}: ranged inputs ({_list(ranged)}) beside fixed ones and states raise at "
-                "prediction (coremltools #2548)"
-            )
+
+
+def _ranges(description: PackageDescription, name: str) -> Iterator[Lint]:
+    """A function with states takes ranged inputs or fixed ones, not both."""
+    function = description.functions[name]
+    ranged = {
+        feature.name
+        for feature in function.inputs.values()
+        if any(isinstance(axis, tuple) for axis in feature.shape)
+    }
+    if function.states and ranged and len(ranged) < len(function.inputs):
+        yield _fault(
+            f"{name}: ranged inputs ({_list(ranged)}) beside fixed ones and states raise at "
+            "prediction (coremltools #2548)"
+        )
 
 
 def _size(description: PackageDescription, target: str) -> Iterator[Lint]:
