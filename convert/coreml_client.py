@@ -182,8 +182,8 @@ class StatelessClient(StaticClient):
     def _call(self, function: str, ids: list[int], position: int) -> np.ndarray:
         outputs = self.package.predict({**_inputs(ids, position), **self.state}, None, function)
         self.state = {
-            "keyCache": outputs["newKeyCache"].astype(np.float16),
-            "valueCache": outputs["newValueCache"].astype(np.float16),
+            "keyCache": outputs["newKeyCache"],
+            "valueCache": outputs["newValueCache"],
         }
         return _rows(outputs)
 
