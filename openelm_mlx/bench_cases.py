@@ -1,5 +1,6 @@
 """What ``openelm bench`` measures: each case prepares contenders that return one number."""
 
+import random
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,8 @@ from openelm_mlx.cache import make_cache
 from openelm_mlx.decoding import CompiledStep, EagerStep, decode, prefill
 from openelm_mlx.generation_settings import GenerateArgs
 from openelm_mlx.graph_count import count_kernels, host_seconds
+from openelm_mlx.model import Model
+from openelm_mlx.sampling import Processor
 
 
 def _prefill(tokens: int) -> Callable[[Bench], dict[str, Contender]]:
@@ -46,10 +49,14 @@ def _prefill(tokens: int) -> Callable[[Bench], dict[str, Contender]]:
 
 
 def _decode(bench: Bench) -> dict[str, Contender]:
+    return _decoding_with(bench.arranged(), bench)
+
+
+def _decoding_with(model: Model, bench: Bench) -> dict[str, Contender]:
     ids = bench.prompt(bench.prompt_tokens)
 
     def ours(compiled: bool) -> float:
-        return _rate(decode(bench.model, ids, max_tokens=bench.new_tokens, compiled=compiled))
+        return _rate(decode(model, ids, max_tokens=bench.new_tokens, compiled=compiled))
 
     def stock() -> float:
         from mlx_lm.generate import generate_step
@@ -61,7 +68,7 @@ def _decode(bench: Bench) -> dict[str, Contender]:
 
 def _memory(bench: Bench) -> dict[str, Contender]:
     """Weights, cache and what a prompt and its continuation need besides, at their highest."""
-    contenders = _decode(bench)
+    contenders = _decoding_with(bench.model, bench)  # arranged, the weights would be there twice
 
     def peak(run: Contender) -> Contender:
         def measure() -> float:
@@ -107,7 +114,8 @@ def _batch(size: int) -> Callable[[Bench], dict[str, Contender]]:
             generator.close()
             return count / seconds
 
-        return beside(bench, {OURS: lambda: run(bench.model)}, lambda: run(bench.stock))
+        arranged = bench.arranged()
+        return beside(bench, {OURS: lambda: run(arranged)}, lambda: run(bench.stock))
 
     return prepare
 
@@ -169,10 +177,10 @@ def _lookup(copies: bool) -> Callable[[Bench], dict[str, Contender]]:
     def prepare(bench: Bench) -> dict[str, Contender]:
         from openelm_mlx.speculative import speculative_decode
 
-        model, count = bench.model, max(bench.new_tokens, 48)
+        model, count = bench.arranged(), max(bench.new_tokens, 48)
         ids = bench.prompt(bench.prompt_tokens)
-        if copies:
-            ids = ids + list(decode(model, ids, max_tokens=2 * count))
+        # random weights copy nothing of their own: both sides are made to write a near-copy
+        processors = [_dictated([*ids, *_near_copy(ids, count)])] if copies else []
         settings = GenerateArgs()
 
         def lookup() -> float:
@@ -184,18 +192,36 @@ def _lookup(copies: bool) -> Callable[[Bench], dict[str, Contender]]:
                     num_draft_tokens=8,
                     max_tokens=count,
                     sampler=settings.sampler(),
-                    processors=[],
+                    processors=processors,
                     cache=make_cache(len(model.layers)),
                     prefill_step=settings.prefill_step,
                 )
             )
 
         def plain() -> float:
-            return _rate(decode(model, ids, max_tokens=count))
+            return _rate(decode(model, ids, max_tokens=count, processors=processors))
 
         return {"prompt lookup": lookup, "plain": plain}
 
     return prepare
+
+
+def _near_copy(ids: list[int], count: int) -> list[int]:
+    """``ids`` over and over, one token in twenty replaced."""
+    rng = random.Random(1)
+    text = [ids[i % len(ids)] for i in range(count)]
+    return [rng.choice(ids) if rng.random() < 0.05 else token for token in text]
+
+
+def _dictated(text: list[int]) -> Processor:
+    """Makes the next token of ``text`` the likeliest, whatever the model says."""
+    tokens = mx.array(text, dtype=mx.int32)
+
+    def dictate(history: mx.array, logits: mx.array) -> mx.array:
+        likeliest = mx.arange(logits.shape[-1], dtype=mx.int32) == tokens[history.size]
+        return mx.where(likeliest, logits.max() + 1, logits)
+
+    return dictate
 
 
 def _decoding(bench: Bench, *, batch: int) -> Work:

@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from openelm_mlx.bench_work import Work
+from openelm_mlx.cpu_weights import helps_here, prepare_for_generation
 from openelm_mlx.model import Model
 from openelm_mlx.tokenizer import Tokenizer
 
@@ -55,6 +56,15 @@ class Bench:
             self._stock = fill_like(stock, self.model)
             self._stock.eval()
         return self._stock
+
+    def arranged(self) -> Model:
+        """Our model as ``openelm generate`` prepares it; a copy of the weights on a CPU."""
+        if not helps_here():
+            return self.model
+        twin: Model = fill_like(Model(self.model.args), self.model)
+        twin.eval()
+        prepare_for_generation(twin, tokens=self.prompt_tokens + self.new_tokens)
+        return twin
 
     def make_folder(self) -> Path:
         """Make ``folder``, a temporary one that goes with this object."""

@@ -16,7 +16,7 @@ import mlx.optimizers as mlx_optim
 
 from openelm_mlx.batches import Batch
 from openelm_mlx.bench_shared import STOCK, Bench, Case, Contender, fill_like
-from openelm_mlx.bench_work import training_work
+from openelm_mlx.bench_work import training_work, weight_bytes
 from openelm_mlx.distributed import world
 from openelm_mlx.fitting import quantization_of
 from openelm_mlx.lora import AdapterArgs, add_adapters
@@ -54,7 +54,9 @@ def _case(what: str, unit: str, *, adapters: bool, memory: bool) -> Case:
             def measure() -> float:
                 step, end = make()
                 try:
-                    return _measure(step, rows * length, memory)
+                    # updated weights share nothing with the bench's, which nobody else would keep
+                    beside = 0 if adapters else weight_bytes(bench.model)
+                    return _measure(step, rows * length, memory, beside)
                 finally:
                     end()
 
@@ -83,8 +85,8 @@ def _case(what: str, unit: str, *, adapters: bool, memory: bool) -> Case:
     )
 
 
-def _measure(step: Step, tokens: int, memory: bool) -> float:
-    """Peak memory of the second step in GB, or its tokens a second.
+def _measure(step: Step, tokens: int, memory: bool, beside: int) -> float:
+    """Peak memory of the second step in GB less some bytes, or its tokens a second.
 
     The second, since optimizers make their state in the first.
     """
@@ -95,7 +97,7 @@ def _measure(step: Step, tokens: int, memory: bool) -> float:
     start = time.perf_counter()
     if memory:
         step()
-        return mx.get_peak_memory() / 1e9
+        return (mx.get_peak_memory() - beside) / 1e9
     step()
     return tokens / (time.perf_counter() - start)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from openelm_mlx.chat_template import APPLE_INSTRUCT_TEMPLATE, CHAT_DEFAULTS, NEXT_TURN
 from openelm_mlx.checkpoint import load
+from openelm_mlx.cpu_weights import prepare_for_generation
 from openelm_mlx.generate import Response, add_model_arguments, report, stream_generate
 from openelm_mlx.generation_settings import (
     GenerateArgs,
@@ -144,6 +145,7 @@ def run(args: argparse.Namespace) -> int:
             "to chat; Apple's instruct template is used"
         )
         tokenizer.chat_template = APPLE_INSTRUCT_TEMPLATE
+    prepare_for_generation(model, tokens=2 * settings.max_tokens)  # a conversation: two answers
     conversation = Conversation(model, tokenizer, settings, system=args.system)
     interactive = sys.stdin.isatty()
     if interactive:

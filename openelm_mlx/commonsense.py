@@ -16,7 +16,7 @@ from typing import Any
 
 from openelm_mlx.model import Model
 from openelm_mlx.published import SUITE_TASKS
-from openelm_mlx.scoring import Likelihood, log_likelihoods
+from openelm_mlx.scoring import Likelihood, Memory, log_likelihoods
 from openelm_mlx.scoring_plan import Request
 from openelm_mlx.tokenizer import Tokenizer
 from openelm_mlx.tuning_formats import commonsense_prompt, text_of
@@ -55,6 +55,7 @@ def evaluate_commonsense(
     max_length: int | None = None,
     limit: int | None = None,
     progress: Callable[[int, int], Any] = lambda done, of: None,
+    memory: Memory | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Score every task of a folder.
 
@@ -66,6 +67,7 @@ def evaluate_commonsense(
         max_length: tokens of prompt and answer; by default the model's context.
         limit: items a task, after the shuffle.
         progress: called with the requests that are done, and all there are.
+        memory: of what was answered before an interruption.
 
     Returns:
         For each task, by the name of its folder: ``acc`` (likeliest option), ``acc_norm``
@@ -91,7 +93,11 @@ def evaluate_commonsense(
 
     scores = iter(
         log_likelihoods(
-            model, requests, batch_size=batch_size, max_length=max_length, progress=count
+            *(model, requests),
+            batch_size=batch_size,
+            max_length=max_length,
+            progress=count,
+            memory=memory,
         )
     )
     results = {}

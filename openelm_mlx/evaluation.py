@@ -88,7 +88,11 @@ def measure(
         from openelm_mlx.suites import render_tasks, run_tasks
 
         assert model.mlx is not None
-        scored = run_tasks(model.mlx, model.tokenizer, tasks, name=model.name)
+        scored = run_tasks(
+            *(model.mlx, model.tokenizer, tasks),
+            name=model.name,
+            memory=partial.answers(key=model.hash),
+        )
         result |= scored
         show(render_tasks(scored))
     return result

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from openelm_mlx.answer_memory import AnswerMemory
 from openelm_mlx.atomic import atomic_file
 from openelm_mlx.evaluation_args import PerplexityArgs, TaskArgs
 from openelm_mlx.text_files import find_files
@@ -136,10 +137,25 @@ class Partial:
         write_text(self._path, json.dumps(kept), overwrite=True)
         self._saved = time.monotonic()
 
+    def answers(self, *, key: str) -> AnswerMemory | None:
+        """What a model has answered to tasks so far; None where nothing is kept.
+
+        Args:
+            key: hash of its weights.
+        """
+        if self._path is None:
+            return None
+        return AnswerMemory(self._answers_file(self._path), work=self._key, key=key)
+
     def remove(self) -> None:
         """The result is written: the partial sums have served."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
+            self._answers_file(self._path).unlink(missing_ok=True)
+
+    @staticmethod
+    def _answers_file(partial: Path) -> Path:
+        return partial.with_suffix(".answers")
 
     def _read(self) -> dict[str, Any]:
         empty: dict[str, Any] = {"work": self._key, "parts": {}}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from openelm_mlx.cpu_weights import prepare_for_generation
 from openelm_mlx.decoding import decode
 from openelm_mlx.generation_settings import (
     GenerateArgs,
@@ -29,6 +30,8 @@ if TYPE_CHECKING:  # kept out of `openelm generate --help`, which has to be quic
     from openelm_mlx.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+_CHARACTERS = 4  # of a token, about
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,6 +275,10 @@ def run(args: argparse.Namespace) -> int:
         from openelm_mlx.draft_model import load_draft
 
         draft = load_draft(args.draft_model, model, tokenizer)
+    tokens = settings.max_tokens + len(prompt) // _CHARACTERS
+    for used in (model, draft):
+        if used is not None:
+            prepare_for_generation(used, tokens=tokens)
     last: Response | None = None
     for last in stream_generate(model, tokenizer, prompt, draft_model=draft, args=settings):
         sys.stdout.write(last.text)
@@ -290,6 +297,7 @@ def _run_prompts(args: argparse.Namespace, settings: GenerateArgs) -> int:
     check_settings(settings, batch_size=args.batch_size, draft=args.draft_model is not None)
     requests = read_requests(args.prompts)
     model, found = load(args.model, args.adapter_path, args.tokenizer, need_tokenizer=True)
+    prepare_for_generation(model, tokens=settings.max_tokens * len(requests))
     return run_requests(model, required(found), requests, settings, batch_size=args.batch_size)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from openelm_mlx.model import Model
-from openelm_mlx.scoring import log_likelihoods
+from openelm_mlx.scoring import Memory, log_likelihoods
 from openelm_mlx.tokenizer import Tokenizer
 
 _MAX_NEW_TOKENS = 256  # of a generation that does not say, as in lm-eval
@@ -30,6 +30,7 @@ class Answers:
         batch_size: contexts a forward pass.
         max_length: tokens; by default the model's context.
         share: compute equal contexts and prefixes once.
+        memory: of log-likelihoods that were computed before.
 
     Raises:
         ValueError: if the tokenizer has neither BOS nor EOS.
@@ -45,6 +46,7 @@ class Answers:
         batch_size: int = 8,
         max_length: int | None = None,
         share: bool = True,
+        memory: Memory | None = None,
     ) -> None:
         super().__init__()
         if tokenizer.bos_id is None and tokenizer.eos_id is None:
@@ -54,6 +56,7 @@ class Answers:
         self.batch_size = batch_size
         self.max_length = max_length or model.args.max_context_length
         self.share = share
+        self.memory = memory
 
     @property
     def eot_token_id(self) -> int:
@@ -100,6 +103,7 @@ class Answers:
                 max_length=self.max_length,
                 share=self.share,
                 progress=bar.update,
+                memory=self.memory,
             )
         found = [(score.logprob, score.greedy) for score in scores]
         for (texts, _, _), answer in zip(requests, found, strict=True):

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from openelm_mlx.lm_harness import harness_class
 from openelm_mlx.model import Model
+from openelm_mlx.scoring import Memory
 from openelm_mlx.tokenizer import Tokenizer
 
 # Where lm-eval has the tasks of the paper's tables: its whole index takes 15 s.
@@ -42,6 +43,7 @@ def run_harness(
     batch_size: int = 8,
     max_length: int | None = None,
     limit: int | None = None,
+    memory: Memory | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Score lm-eval tasks.
 
@@ -54,6 +56,7 @@ def run_harness(
         batch_size: contexts a forward pass.
         max_length: by default the model's context.
         limit: items a task: the first ones.
+        memory: of log-likelihoods that were computed before an interruption.
 
     Returns:
         For each task, group and part of a group: the metrics without lm-eval's filter names
@@ -66,7 +69,9 @@ def run_harness(
     """
     asked = [_task_name(task) for task in tasks]
     names = [name for name, _ in asked]
-    adapter = harness_class()(model, tokenizer, batch_size=batch_size, max_length=max_length)
+    adapter = harness_class()(
+        *(model, tokenizer), batch_size=batch_size, max_length=max_length, memory=memory
+    )
     from lm_eval import simple_evaluate
 
     manager = _task_manager(names, {name: folder for name, folder in asked if folder})

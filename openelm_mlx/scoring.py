@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -47,6 +47,16 @@ class Likelihood:
     greedy: bool
 
 
+class Memory(Protocol):
+    """Answers that outlast a call."""
+
+    def get(self, request: Request) -> Likelihood | None:
+        """A known answer, or None."""
+
+    def put(self, answers: Sequence[tuple[Request, Likelihood]]) -> None:
+        """Keep answers."""
+
+
 def log_likelihoods(
     model: Model,
     requests: Sequence[Request],
@@ -55,6 +65,7 @@ def log_likelihoods(
     max_length: int | None = None,
     share: bool = True,
     progress: Callable[[int], Any] = lambda _: None,
+    memory: Memory | None = None,
 ) -> list[Likelihood]:
     """Score continuations; the result does not depend on what comes together.
 
@@ -66,6 +77,7 @@ def log_likelihoods(
             beginning, BOS included, as in lm-eval.
         share: compute equal contexts and prefixes once; off, every request is computed alone.
         progress: called with the number of requests that are done after each batch.
+        memory: answers that need not be computed; each batch's are put there.
 
     Returns:
         One likelihood a request, in their order; log-probabilities are taken in float32.
@@ -76,17 +88,26 @@ def log_likelihoods(
     """
     max_length = max_length or model.args.max_context_length
     _check(requests, max_length, model.args.vocab_size)
-    items = make_items(requests, max_length, share=share)
-    found: dict[int, Likelihood] = {}
+    found = {} if memory is None else _known(requests, memory)
+    progress(len(found))
+    asked = [number for number in range(len(requests)) if number not in found]
+    items = make_items([requests[number] for number in asked], max_length, share=share)
     prefix: tuple[tuple[Ids, ...], _Level | None] = ((), None)  # that of the batch before
     for batch in make_batches(items, batch_size, share=share):
         if batch.prefixes != prefix[0]:
             prefix = (batch.prefixes, _prefix_level(model, batch))
-        for number, likelihood in _score(model, batch, prefix[1]):
-            found[number] = likelihood
-        progress(sum(len(row.uses) for item, _ in batch.items for row in item.rows))
+        new = {asked[number]: answer for number, answer in _score(model, batch, prefix[1])}
+        if memory is not None:
+            memory.put([(requests[number], answer) for number, answer in new.items()])
+        found |= new
+        progress(len(new))
         mx.clear_cache()
     return [found[number] for number in range(len(requests))]
+
+
+def _known(requests: Sequence[Request], memory: Memory) -> dict[int, Likelihood]:
+    answers = enumerate(memory.get(request) for request in requests)
+    return {number: answer for number, answer in answers if answer is not None}
 
 
 def _check(requests: Sequence[Request], max_length: int, vocab_size: int) -> None:

@@ -11,6 +11,8 @@ from openelm_mlx.sampling import check_sampling
 
 logger = logging.getLogger(__name__)
 
+_MANY = 1000  # tokens: a server answers more than one request
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``openelm serve``."""
@@ -54,8 +56,10 @@ def run(args: argparse.Namespace) -> int:
 
     model, found = load(args.model, args.adapter_path, args.tokenizer, need_tokenizer=True)
     tokenizer = required(found)
+    from openelm_mlx.cpu_weights import prepare_for_generation
     from openelm_mlx.server import Server
 
+    prepare_for_generation(model, tokens=_MANY)
     with Server(args, model, tokenizer) as server:
         logger.info("serving %s at http://%s:%d/v1", args.model, args.host, server.port)
         try:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from openelm_mlx.evaluation_args import TaskArgs
 from openelm_mlx.model import Model
 from openelm_mlx.published import SUITE_TASKS, beside_published
+from openelm_mlx.scoring import Memory
 from openelm_mlx.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,12 @@ _NO_SCORES = ("n", "num_fewshot")
 
 
 def run_tasks(
-    model: Model, tokenizer: Tokenizer, args: TaskArgs, *, name: str = ""
+    model: Model,
+    tokenizer: Tokenizer,
+    args: TaskArgs,
+    *,
+    name: str = "",
+    memory: Memory | None = None,
 ) -> dict[str, Any]:
     """Score a suite, or tasks by name.
 
@@ -33,6 +39,7 @@ def run_tasks(
         tokenizer: of the model.
         args: what to score.
         name: of the model; where it says a published size, ``published`` is added.
+        memory: of what was answered before an interruption.
 
     Returns:
         ``results``: task -> ``acc``, ``acc_norm`` or other metrics as fractions, their standard
@@ -46,9 +53,9 @@ def run_tasks(
         ValueError: if lm-eval has no such task, or an item is damaged.
     """
     if args.suite == "commonsense":
-        results = _commonsense(model, tokenizer, args)
+        results = _commonsense(model, tokenizer, args, memory)
     else:
-        results = _harness(model, tokenizer, args)
+        results = _harness(model, tokenizer, args, memory)
     scored: dict[str, Any] = {"results": results}
     if args.suite is not None:
         scored["average"] = _average(args.suite, results)
@@ -69,7 +76,9 @@ def headline(scores: Mapping[str, Any]) -> float:
     return float(scores[_names(scores)[0]])
 
 
-def _commonsense(model: Model, tokenizer: Tokenizer, args: TaskArgs) -> dict[str, dict[str, Any]]:
+def _commonsense(
+    model: Model, tokenizer: Tokenizer, args: TaskArgs, memory: Memory | None
+) -> dict[str, dict[str, Any]]:
     from openelm_mlx.commonsense import evaluate_commonsense
 
     assert args.data_dir is not None  # TaskArgs saw to it
@@ -85,10 +94,13 @@ def _commonsense(model: Model, tokenizer: Tokenizer, args: TaskArgs) -> dict[str
             max_length=args.max_seq_length,
             limit=args.limit,
             progress=show,
+            memory=memory,
         )
 
 
-def _harness(model: Model, tokenizer: Tokenizer, args: TaskArgs) -> dict[str, dict[str, Any]]:
+def _harness(
+    model: Model, tokenizer: Tokenizer, args: TaskArgs, memory: Memory | None
+) -> dict[str, dict[str, Any]]:
     from openelm_mlx.lm_tasks import run_harness
 
     by_shots: dict[int | None, list[str]] = defaultdict(list)
@@ -105,6 +117,7 @@ def _harness(model: Model, tokenizer: Tokenizer, args: TaskArgs) -> dict[str, di
             batch_size=args.batch_size,
             max_length=args.max_seq_length,
             limit=args.limit,
+            memory=memory,
         )
     return results
 

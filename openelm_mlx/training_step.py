@@ -101,7 +101,9 @@ class TrainStep:
         gradients = tree_map(lambda g: g / mx.maximum(count, 1).astype(g.dtype), gradients)
         norm = global_norm(gradients, self._group)
         mx.eval(gradients, norm, total, micro)
-        return self._finish(gradients, norm, total, micro, learning_rate)
+        held = [gradients]
+        del gradients  # whoever holds them on keeps their memory from the update
+        return self._finish(held, norm, total, micro, learning_rate)
 
     def _accumulate(self, batches: Sequence[Batch | None]) -> tuple[Any, mx.array]:
         """Gradients added over this rank's micro-batches, and (k, 2 + metrics) sums of each."""
@@ -121,12 +123,13 @@ class TrainStep:
 
     def _finish(
         self,
-        gradients: Any,
+        held: list[Any],
         norm: mx.array,
         total: mx.array,
         micro: mx.array,
         learning_rate: float,
     ) -> StepResult:
+        """Update with the gradients that ``held`` gives away, unless something is not finite."""
         values: Any = total.tolist()
         rows: Any = micro.tolist()
         grad_norm: Any = norm.item()
@@ -134,7 +137,7 @@ class TrainStep:
         finite = all(abs(x) < float("inf") for x in (loss, grad_norm))
         if finite and values[1] > 0:
             self._optimizer.learning_rate = learning_rate
-            self._update(gradients, norm)
+            self._update(held.pop(), norm)
             mx.eval(self._model.trainable_parameters(), self._optimizer.state)
         return StepResult(
             loss=loss,

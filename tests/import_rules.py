@@ -38,9 +38,9 @@ LAYERS = {
     "1": """batches compatibility data data_corenet data_encoding data_sources memory model packing
         packing_plan training_args tuning_args tuning_batches tuning_data tuning_files
         tuning_formats tuning_lengths tuning_pairs tuning_tokens weight_files""",
-    "2": """adapter_args adapter_embeddings adapter_files adapter_fuse adapter_layers fitting lora
-        rank_checks scoring sharding""",
-    "3": "checkpoint evaluation_record objectives training_state tuning_settings",
+    "2": """adapter_args adapter_embeddings adapter_files adapter_fuse adapter_layers cpu_weights
+        fitting lora rank_checks scoring sharding""",
+    "3": "answer_memory checkpoint evaluation_record objectives training_state tuning_settings",
     "4": """commonsense decoding draft_model non_finite perplexity preference progress proposals
         replay run_folder speculative stepwise_scoring token_scoring trainer training_step
         validation
@@ -90,6 +90,7 @@ FAMILIES = (
     "lm_* suites",
     "batch generation_settings lm_harness",
     "perplexity *_scoring decoding",
+    "answer_memory evaluation_record",
     "dpo dpo_run finetune tuning_run",  # the same models tuned on other data
     "metrics plots plots_*",
     "pretrain*",

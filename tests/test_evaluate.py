@@ -173,7 +173,7 @@ def test_float32_computes_in_float32_whatever_the_weights_are(
     rounded = small_folder(tmp_path / "rounded", tiny_tokenizer.tokenizer, model)
     found = [
         Evaluation(capsys, path, tmp_path / "o.json")("--data", data, *flags)["nll"]
-        for path, flags in ((half, ["--float32"]), (rounded, []), (half, []))
+        for path, flags in ((half, ["--float32"]), (rounded, []), (half, ["--no-float32"]))
     ]
     assert found[0] == found[1]
     assert found[2] != found[0]
