@@ -177,7 +177,7 @@ def _lookup(copies: bool) -> Callable[[Bench], dict[str, Contender]]:
     def prepare(bench: Bench) -> dict[str, Contender]:
         from openelm_mlx.speculative import speculative_decode
 
-        model, count = bench.arranged(), max(bench.new_tokens, 48)
+        model, count = bench.arranged(), max(bench.new_tokens, 128 if copies else 48)
         ids = bench.prompt(bench.prompt_tokens)
         # random weights copy nothing of their own: both sides are made to write a near-copy
         processors = [_dictated([*ids, *_near_copy(ids, count)])] if copies else []

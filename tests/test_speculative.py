@@ -212,6 +212,28 @@ def test_lookup_proposes_what_followed_the_longest_match() -> None:
     assert lookup.propose(0, mx.array([])).tolist() == []
 
 
+def test_lookup_takes_a_long_copy_up_again_behind_a_replaced_token() -> None:
+    text = list(range(10, 40))
+    lookup = Lookup([1, *text], limit=8)
+    lookup.took([10])
+    lookup.took([11])
+    assert lookup.propose(9, mx.array([])).tolist() == [12, 13, 14]
+    lookup.took([12, 13, 14, 15])
+    assert lookup.propose(9, mx.array([])).tolist()[:2] == [16, 17]
+    lookup.took([16, 99])  # 17 was replaced
+    assert lookup.ready()
+    assert lookup.propose(3, mx.array([])).tolist() == [18, 19, 20]
+
+
+def test_lookup_does_not_take_up_a_copy_that_was_short() -> None:
+    lookup = Lookup([1, *range(10, 40)], limit=8)
+    lookup.took([10])
+    lookup.took([11])
+    lookup.propose(4, mx.array([]))
+    lookup.took([12, 13, 99])
+    assert not lookup.ready()
+
+
 @pytest.mark.parametrize("kind", DRAFTS)
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_exactly_max_tokens_come_out_and_the_cache_is_left_as_decode_leaves_it(
