@@ -64,7 +64,7 @@ def _case(what: str, unit: str, *, adapters: bool, memory: bool) -> Case:
 
         contenders = {
             f"openelm, {mode}": contender(partial(_ours, bench, rows, length, adapters, mode))
-            for mode in ("none", "attention", "layer")
+            for mode in ("none", "scores", "attention", "layer")
         }
         if bench.against:
             contenders[STOCK] = contender(lambda: _stock(bench, rows, length, adapters, False))

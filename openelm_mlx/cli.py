@@ -116,9 +116,17 @@ def run_route(
 class _StderrHandler(logging.Handler):
     """Log records as ``level: message`` lines on whatever standard error is at that moment."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()
+
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one record."""
-        print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
+        """Print one record; information that was given before only once."""
+        line = f"{record.levelname.lower()}: {record.getMessage()}"
+        if record.levelno <= logging.INFO and line in self._said:
+            return
+        self._said.add(line)
+        print(line, file=sys.stderr)
 
 
 class Parser(argparse.ArgumentParser):

@@ -86,7 +86,7 @@ def describe(model: str) -> dict[str, Any]:
             "full, bf16": needed(trainable=args.num_parameters).total,
             "LoRA rank 32, bf16": needed(trainable=lora).total,
             "LoRA rank 32, bf16, --grad-checkpoint": needed(
-                trainable=lora, grad_checkpoint=True
+                trainable=lora, checkpoint="layer"
             ).total,
         },
         "training_step": {"batch_size": _BATCH, "max_seq_length": _LENGTH},

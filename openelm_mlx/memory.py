@@ -53,7 +53,7 @@ def training_memory(
     max_seq_length: int,
     trainable: int,
     weight_bytes: int = 2,
-    grad_checkpoint: bool = False,
+    checkpoint: str = "none",
 ) -> TrainingMemory:
     """Estimate the peak of one step.
 
@@ -63,37 +63,46 @@ def training_memory(
         max_seq_length: tokens a sequence.
         trainable: parameters that move; for adapters far fewer than all.
         weight_bytes: of one stored weight: 2 for bf16, 4 for float32.
-        grad_checkpoint: keep only each layer's input and recompute the rest.
+        checkpoint: what is recomputed going backward: "none", "scores", "attention" or "layer".
 
     Returns:
         The parts, in bytes. Attention scores are counted: MLX has no fused attention for training.
     """
     tokens = batch_size * max_seq_length
-    per_layer = [
-        tokens * weight_bytes * values for values in _activation_values(args, max_seq_length)
-    ]
-    inputs = tokens * weight_bytes * args.model_dim
-    at_a_time = min(tokens, max(GROUP, max_seq_length)) / tokens  # rows recomputed together
-    kept = sum(per_layer)
-    if grad_checkpoint:
-        kept = inputs * len(per_layer) + int(max(per_layer) * at_a_time)
+    group = min(tokens, max(GROUP, max_seq_length))  # tokens recomputed together
+    values = _activation_values(args, max_seq_length)
+    kept = [sum(layer[part] for part in _KEPT[checkpoint]) for layer in values]
+    again = [sum(layer.values()) - own for layer, own in zip(values, kept, strict=True)]
+    activations = weight_bytes * (tokens * sum(kept) + group * max(again))
     master = 0 if weight_bytes == 4 else 4
     return TrainingMemory(
         weights=args.num_parameters * weight_bytes,
         optimizer=trainable * (weight_bytes + 8 + master),
-        activations=kept,
+        activations=activations,
         loss=3 * 4 * min(tokens, _LOSS_CHUNK) * args.vocab_size,
     )
 
 
-def _activation_values(args: ModelArgs, length: int) -> list[int]:
-    """Values a token that each layer keeps for its backward pass."""
+# Parts of a layer that stay until its backward pass, by what is recomputed.
+_KEPT = {
+    "none": ("input", "attention", "scores", "ffn"),
+    "scores": ("input", "attention", "ffn"),
+    "attention": ("input", "ffn"),
+    "layer": ("input",),
+}
+
+
+def _activation_values(args: ModelArgs, length: int) -> list[dict[str, int]]:
+    """Values a token that each layer keeps for its backward pass, where all are kept."""
     up = 2 if args.ffn_with_glu else 1
+    D = args.model_dim
     return [
-        4 * args.model_dim  # two norms' inputs and outputs
-        + (q + 2 * k) * args.head_dim * 2  # projected, then normed and rotated
-        + q * args.head_dim  # attention output
-        + q * length  # attention probabilities
-        + (up + 2) * ffn  # gate, value, activation, product
+        {
+            "input": D,
+            # norm; projected, normed and rotated; what attention gives
+            "attention": D + (q + 2 * k) * args.head_dim * 2 + q * args.head_dim,
+            "scores": q * length,
+            "ffn": 2 * D + (up + 2) * ffn,  # input, norm; gate, value, activation, product
+        }
         for q, k, ffn in zip(args.num_query_heads, args.num_kv_heads, args.ffn_dims, strict=True)
     ]

@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 
+from openelm_mlx.attention_gradient import attention_without_scores
 from openelm_mlx.cache import Cache
 from openelm_mlx.config import ModelArgs as ModelArgs
 from openelm_mlx.recompute import recomputed
@@ -92,6 +93,7 @@ class Attention(nn.Module):
             self.q_norm = nn.RMSNorm(E, eps=args.rms_norm_eps)
             self.k_norm = nn.RMSNorm(E, eps=args.rms_norm_eps)
         self._kept: _NormRows | None = None
+        self.keep_scores = True  # for the backward pass; else they are computed again
 
     def __call__(
         self, x: mx.array, mask: Mask = None, cache: Cache | None = None, *, residual: mx.array
@@ -118,7 +120,10 @@ class Attention(nn.Module):
         queries, keys = mx.split(qk, [H], axis=1)
         if cache is not None:
             keys, values = cache.update_and_fetch(keys, values)
-        out = _attend(queries, keys, values, mask, cache)  # (B, H, L, E)
+        if self.keep_scores or not self.training or cache is not None:
+            out = _attend(queries, keys, values, mask, cache)  # (B, H, L, E)
+        else:
+            out = attention_without_scores(queries, keys, values, scale=E**-0.5, mask=mask)
         out = out.transpose(0, 2, 1, 3).reshape(B, L, H * E)
         return _project_and_add(residual, out, self.out_proj)
 
@@ -194,7 +199,7 @@ class TransformerBlock(nn.Module):
         self.ffn = MLP(args, layer_index)
         self.ffn_norm = nn.RMSNorm(args.model_dim, eps=args.rms_norm_eps)
         self.attn_norm = nn.RMSNorm(args.model_dim, eps=args.rms_norm_eps)
-        self.grad_checkpoint = "none"  # or "attention", "layer": recomputed going backward
+        self.grad_checkpoint = "none"  # "scores", "attention", "layer": recomputed going backward
 
     def __call__(self, x: mx.array, mask: Mask = None, cache: Cache | None = None) -> mx.array:
         """(B, L, D) -> (B, L, D)."""

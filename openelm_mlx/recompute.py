@@ -35,7 +35,7 @@ def recomputed(
     """
     flat: Any = tree_flatten([module.trainable_parameters() for module in modules])
     names = [name for name, _ in flat]
-    groups = _row_groups(x, group)
+    groups = row_groups(x.shape[0], x.shape[1], group)
     keys = _keys(modules, len(groups))
 
     def piece(index: int, x: mx.array, *params: mx.array) -> mx.array:
@@ -76,9 +76,10 @@ def recomputed(
     return output
 
 
-def _row_groups(x: mx.array, tokens: int) -> list[slice]:
-    rows = max(1, tokens // x.shape[1])
-    return [slice(start, start + rows) for start in range(0, x.shape[0], rows)]
+def row_groups(count: int, length: int, tokens: int = GROUP) -> list[slice]:
+    """``count`` rows of ``length`` tokens cut into groups of ``tokens``, at least a row each."""
+    rows = max(1, tokens // length)
+    return [slice(start, start + rows) for start in range(0, count, rows)]
 
 
 @contextmanager

@@ -140,7 +140,7 @@ def step_memory(
         max_seq_length=max_seq_length,
         trainable=trainable_parameters(model),
         weight_bytes=weight_bytes,
-        grad_checkpoint=checkpoint == "layer",
+        checkpoint=checkpoint,
     )
     return estimate.total - estimate.weights + sum(array.nbytes for _, array in leaves)
 

@@ -67,7 +67,7 @@ def check_fully_shard(
         name = type(optimizer).__name__.lstrip("_").lower()
         problems.append(f"{name} needs whole matrices; use adamw, adam, adamax, lion or sgd")
     if checkpoint == "attention":
-        problems.append("grad_checkpoint attention would gather nothing anew; use layer or none")
+        problems.append("grad_checkpoint attention would gather nothing anew; use layer or scores")
     problems += _unfit(model, ranks)
     if problems:
         raise ValueError("fully_shard: " + "; ".join(problems))

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from openelm_mlx.distributed import BACKENDS
 
-CHECKPOINT_MODES = ("none", "attention", "layer")
+CHECKPOINT_MODES = ("none", "scores", "attention", "layer")
 
 
 @dataclass(frozen=True, kw_only=True)

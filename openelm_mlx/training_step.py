@@ -15,7 +15,7 @@ from mlx.utils import tree_map
 
 from openelm_mlx.batches import Batch, stand_in
 from openelm_mlx.distributed import own_random_numbers, sum_scalars
-from openelm_mlx.model import Model
+from openelm_mlx.model import Attention, Model
 from openelm_mlx.objectives import LossFn
 from openelm_mlx.sharding import add_gradients, global_norm
 
@@ -189,11 +189,14 @@ def _add_in_float32(a: mx.array, b: mx.array) -> mx.array:
 
 
 def set_grad_checkpoint(model: Model, mode: str) -> None:
-    """Recompute nothing, attention, or whole layers in the backward pass of this model.
+    """Recompute nothing, attention's scores, attention, or whole layers in the backward pass.
 
     Args:
         model: whose own layers are told; other models are not touched.
-        mode: "none", "attention" or "layer".
+        mode: "none", "scores", "attention" or "layer".
     """
     for layer in model.layers:
         layer.grad_checkpoint = mode
+        for module in layer.modules():
+            if isinstance(module, Attention):
+                module.keep_scores = mode != "scores"

@@ -19,8 +19,9 @@ PACKAGES = ("openelm_mlx", "convert")
 # A module may import modules of the rows above its own. Names without a dot are openelm_mlx's.
 LAYERS = {
     "foundation": "atomic blas",
-    "0": """cache chat_template compressed config config_check detokenizer distributed doctor
-        document_stream evaluation_args graph_count hub interrupts losses metrics mismatch optim
+    "0": """attention_gradient cache chat_template compressed config config_check detokenizer
+        distributed doctor document_stream evaluation_args graph_count hub interrupts losses
+        metrics mismatch optim
         plots plots_bench plots_layers preference_args published python_text recipe recompute
         recipe_flags recipe_values run_flags sampling scaling scoring_plan sentencepiece_json
         text_files text_filters text_formats tokenizer tokenizer_backends tokenizer_codec
@@ -48,7 +49,8 @@ LAYERS = {
         convert.coreai_bundle convert.coreai_engine convert.coreai_export convert.coreai_graph
         convert.coreai_ops convert.coreai_span convert.coreai_verify convert.coreai_weights
         convert.coreml convert.coreml_bundle convert.coreml_caches
-        convert.coreml_card convert.coreml_client convert.coreml_describe convert.coreml_graph
+        convert.coreml_card convert.coreml_client convert.coreml_describe convert.coreml_export
+        convert.coreml_graph
         convert.coreml_guard convert.coreml_layers convert.coreml_package
         convert.coreml_reference convert.coreml_rotation convert.coreml_report
         convert.coreml_parity convert.coreml_on_mac convert.coreml_lints
@@ -93,6 +95,7 @@ FAMILIES = (
     "answer_memory evaluation_record",
     "dpo dpo_run finetune tuning_run",  # the same models tuned on other data
     "metrics plots plots_*",
+    "attention_gradient recompute",
     "pretrain*",
     "cli convert.cli",
     "convert.pt_*",

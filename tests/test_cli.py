@@ -1,6 +1,7 @@
 """The command line: help, exit codes and one-line errors."""
 
 import io
+import logging
 import os
 import resource
 import subprocess
@@ -239,3 +240,20 @@ def test_the_command_runs_in_a_process_of_its_own(folder: Path) -> None:
     outcome = run_apart("generate", "--model", folder / "no", "--prompt", "a")
     assert outcome.code == 1
     assert str(folder / "no") in outcome.error
+
+
+def test_information_is_given_once_and_warnings_each_time(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage that loads one tokenizer several times says once which it is."""
+    logger = logging.getLogger("openelm_mlx.doctor")
+
+    def run(args: object) -> int:
+        for _ in range(2):
+            logger.info("the same")
+            logger.warning("the same")
+        return 0
+
+    monkeypatch.setattr("openelm_mlx.doctor.run", run)
+    outcome = run_here(capsys, "doctor")
+    assert outcome.err.splitlines() == ["info: the same", "warning: the same", "warning: the same"]

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from model_makers import model_of, random_tokens
 from slow_params import slow_cases
 
+from openelm_mlx.attention_gradient import attention_without_scores
 from openelm_mlx.batches import Batch
 from openelm_mlx.config import ModelArgs
 from openelm_mlx.lora import AdapterArgs, add_adapters
@@ -21,7 +22,7 @@ from openelm_mlx.objectives import language_model_loss
 from openelm_mlx.recompute import recomputed
 from openelm_mlx.training_step import set_grad_checkpoint
 
-MODES = ["attention", "layer"]
+MODES = ["scores", "attention", "layer"]
 
 
 def batch(rows: int, length: int, *, packed: bool) -> Batch:
@@ -144,3 +145,57 @@ def test_the_intermediate_values_of_one_group_are_alive_at_a_time() -> None:
         return mx.get_peak_memory() - before
 
     assert peak(512) < 0.5 * peak(8 * 512)
+
+
+@pytest.mark.parametrize("kind", ["causal", "packed"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1), (2, 2)])
+def test_attention_without_scores_has_the_gradients_of_plain_attention(
+    kind: str, heads: int, kv_heads: int
+) -> None:
+    """Groups of two rows, two and one; the judge is MLX's own gradient of plain attention."""
+    B, L, E = 5, 200, 8
+    q, k, v, along = (
+        mx.random.normal((B, n, L, E), key=mx.random.key(i))
+        for i, n in enumerate((heads, kv_heads, kv_heads, heads))
+    )
+    mask: Any = "causal"
+    if kind == "packed":
+        segments = mx.arange(L) // mx.array([[150], [70], [L], [1], [33]])
+        mask = (segments[:, None, :, None] == segments[:, None, None, :]) & mx.tril(
+            mx.ones((L, L), mx.bool_)
+        )
+
+    def ours(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        return (attention_without_scores(q, k, v, scale=0.3, mask=mask) * along).sum()
+
+    def plain(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        repeated = [mx.repeat(array, heads // kv_heads, axis=1) for array in (k, v)]
+        allowed = mx.tril(mx.ones((L, L), mx.bool_)) if kind == "causal" else mask
+        scores = mx.where(allowed, 0.3 * q @ repeated[0].swapaxes(-1, -2), -mx.inf)
+        return ((mx.softmax(scores, axis=-1) @ repeated[1]) * along).sum()
+
+    for found, expected in zip(
+        mx.grad(ours, (0, 1, 2))(q, k, v), mx.grad(plain, (0, 1, 2))(q, k, v), strict=True
+    ):
+        np.testing.assert_allclose(np.array(found), np.array(expected), atol=2e-5)
+    assert ours(q, k, v).item() == pytest.approx(plain(q, k, v).item(), rel=1e-4, abs=1e-3)
+
+
+def test_scores_are_not_kept() -> None:
+    """Four attentions on top of each other."""
+    q, k, v = (mx.random.normal((8, n, 512, 16)) for n in (8, 2, 2))
+    mx.eval(q, k, v)
+
+    def peak(attend: Callable[..., mx.array]) -> int:
+        def loss(x: mx.array) -> mx.array:
+            for _ in range(4):
+                x = attend(x, k, v, scale=0.3, mask="causal")
+            return x.sum()
+
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        mx.eval(mx.grad(loss)(q))
+        return mx.get_peak_memory() - before
+
+    assert peak(attention_without_scores) < 0.6 * peak(mx.fast.scaled_dot_product_attention)

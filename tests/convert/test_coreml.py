@@ -155,7 +155,7 @@ def test_other_modes_than_affine_are_refused_naming_the_way(
 def test_a_model_too_large_for_the_memory_is_refused_with_its_need(
     folder: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("convert.coreml.machine_memory", lambda: 10**6)
+    monkeypatch.setattr("convert.coreml_export.machine_memory", lambda: 10**6)
     done = run_here(capsys, "convert", "coreml", folder, "--output", tmp_path / "m.mlpackage")
     assert "GB of memory and this machine has" in done.error
 

@@ -171,7 +171,7 @@ def test_an_overflow_of_float16_is_caught_and_its_layer_named(tmp_path: Path) ->
     folder = loud_folder(tmp_path / "loud")
 
     def unguarded(patch: Patch) -> None:
-        patch.setattr("convert.coreml.choose_numerics", lambda ranges, settings: Numerics())
+        patch.setattr("convert.coreml_export.choose_numerics", lambda ranges, settings: Numerics())
 
     result = planted(folder, tmp_path / "m.mlpackage", unguarded)
     assert not result.holds
