@@ -23,7 +23,7 @@ from openelm_mlx.sampling import Processor
 
 def _prefill(tokens: int) -> Callable[[Bench], dict[str, Contender]]:
     def prepare(bench: Bench) -> dict[str, Contender]:
-        ids = mx.array(bench.prompt(tokens))
+        ids, model = mx.array(bench.prompt(tokens)), bench.arranged()
 
         def run(model: Any, caches: Callable[[], list[Any]]) -> float:
             cache = caches()
@@ -42,8 +42,8 @@ def _prefill(tokens: int) -> Callable[[Bench], dict[str, Contender]]:
             mx.eval(bench.stock(ids[None, -1:], cache=cache)[:, -1])
             return tokens / (time.perf_counter() - start)
 
-        layers = len(bench.model.layers)
-        return beside(bench, {OURS: lambda: run(bench.model, lambda: make_cache(layers))}, stock)
+        layers = len(model.layers)
+        return beside(bench, {OURS: lambda: run(model, lambda: make_cache(layers))}, stock)
 
     return prepare
 

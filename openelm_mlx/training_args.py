@@ -23,7 +23,7 @@ class TrainArgs:
     val_batches: int = 25  # of a validation; -1 takes all
     save_every: int = 200  # updates between states; 0 saves at the end only
     keep_states: int = 2
-    # recompute "attention" or the whole "layer" going backward; true is "layer"
+    # recompute attention's "scores", "attention" or the whole "layer" going backward; true: "layer"
     grad_checkpoint: str = field(default="none", metadata={"words": {True: "layer", False: "none"}})
     compile: bool | None = None  # None: on a GPU
     corenet_accumulation: bool = False  # add the means of micro-batches, as CoreNet does

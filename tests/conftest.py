@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import blas_threads  # noqa: F401  # before OpenBLAS
 import golden_set  # imports openelm_mlx, so that OpenBLAS comes before mlx.core
 import mlx.core as mx
 import pytest

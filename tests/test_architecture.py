@@ -130,6 +130,7 @@ def test_the_public_generate_is_the_function_whatever_was_imported_before(before
     assert run_python(code).split() == ["True", "True"]
 
 
+@pytest.mark.slow
 def test_no_module_loads_a_heavy_package_when_imported() -> None:
     on_mlx_lm = {"openelm_mlx.server", "openelm_mlx.server_generation"}  # imported by need
     modules = sorted(set(import_rules.sources()) - on_mlx_lm)

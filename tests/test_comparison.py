@@ -141,6 +141,7 @@ def test_all_models_get_windows_that_the_smallest_context_holds(
     assert "holds 16 tokens only, so all get windows of those" in outcome.err
 
 
+@pytest.mark.slow
 def test_an_interrupted_comparison_goes_on_with_the_next_model(
     capsys: pytest.CaptureFixture[str],
     road: Path,

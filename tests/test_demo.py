@@ -64,6 +64,7 @@ def test_a_finished_demo_is_left_as_it_is_and_the_way_on_is_said(
     assert files(folder) == before
 
 
+@pytest.mark.slow
 def test_a_stopped_demo_says_how_to_go_on_and_does_only_what_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -94,6 +95,7 @@ def test_a_folder_of_something_else_is_refused_even_to_overwrite(tmp_path: Path)
     assert files(tmp_path) == {"letters.txt": b"dear"}
 
 
+@pytest.mark.slow
 def test_other_settings_begin_anew_only_when_asked_to(tmp_path: Path) -> None:
     demo(tmp_path, SETTINGS, overwrite=False, steps=steps("a"))
     other = DemoArgs(pretrain_seconds=5)

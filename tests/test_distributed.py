@@ -357,6 +357,7 @@ def test_fully_shard_names_all_that_is_in_its_way() -> None:
         check_fully_shard(make_model(), adam, "none", 1, checkpoint="none")
 
 
+@pytest.mark.slow
 def test_the_watchdog_ends_a_step_without_progress_and_no_other(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

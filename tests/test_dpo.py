@@ -195,6 +195,7 @@ def test_micro_batches_add_up_to_one_large_batch(dpo: Preferring, tmp_path: Path
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "many"), rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_b9_a_resumed_run_equals_an_uninterrupted_one(
     kind: str, dpo: Preferring, tmp_path: Path

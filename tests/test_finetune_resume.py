@@ -42,6 +42,7 @@ def break_off(run: Path, copy: Path, at: int) -> Path:
 ITERS, EPOCHS = ["--iters", "10"], ["--epochs", "5"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "length"),
     [
@@ -77,6 +78,7 @@ def test_a_finished_run_is_left_as_it_is(tuner: Tuner, tmp_path: Path) -> None:
     assert {k: bits(v) for k, v in adapters(run).items()} == {k: bits(v) for k, v in before.items()}
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_made_longer(tuner: Tuner, tmp_path: Path) -> None:
     tuner.run(tmp_path / "run", "--iters", 3)
     tuner.run(tmp_path / "run", "--iters", 5, "--resume")

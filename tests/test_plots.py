@@ -93,6 +93,7 @@ def test_curves_of_runs_differ_in_style_and_marker_and_name_their_mean() -> None
     assert len(axes.get_lines()) == 8
 
 
+@pytest.mark.slow
 def test_runs_measured_at_different_points_are_refused(tmp_path: Path) -> None:
     needs_matplotlib()
     with pytest.raises(ValueError, match="same points"):

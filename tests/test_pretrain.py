@@ -43,6 +43,7 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     without_plots(monkeypatch)
 
 
+@pytest.mark.slow
 def test_the_loss_falls_and_every_step_has_a_line(pretrain: Pretrainer, tmp_path: Path) -> None:
     run = tmp_path / "run"
     out = pretrain.run(run, "--iters", 40, "--learning-rate", 0.02, "--steps-per-eval", 20)

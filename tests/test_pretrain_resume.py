@@ -57,6 +57,7 @@ def assert_same_run(found: Path, expected: Path) -> None:
     assert_same_weights(*(weights_of(load_model(folder)) for folder in (found, expected)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["packed", *slow("corenet")])
 def test_a_run_that_failed_resumes_bit_for_bit(
     mode: str, pretrain: Pretrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

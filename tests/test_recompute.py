@@ -129,6 +129,7 @@ def test_the_model_keeps_its_own_weights(tiny_args: ModelArgs) -> None:
     mx.eval(model.parameters())
 
 
+@pytest.mark.slow
 def test_the_intermediate_values_of_one_group_are_alive_at_a_time() -> None:
     wide = nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 64))
     x = mx.random.normal((8, 512, 64))
@@ -181,6 +182,7 @@ def test_attention_without_scores_has_the_gradients_of_plain_attention(
     assert ours(q, k, v).item() == pytest.approx(plain(q, k, v).item(), rel=1e-4, abs=1e-3)
 
 
+@pytest.mark.slow  # exp is slow on a CPU
 def test_scores_are_not_kept() -> None:
     """Four attentions on top of each other."""
     q, k, v = (mx.random.normal((8, n, 512, 16)) for n in (8, 2, 2))

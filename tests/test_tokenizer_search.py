@@ -127,6 +127,7 @@ def test_a_tokenizer_that_is_not_llamas_is_refused_for_apples_models(
         load_tokenizer(tiny_tokenizer.path, repo=BASE, vocab_size=32128)
 
 
+@pytest.mark.slow
 def test_without_a_network_the_cache_is_enough(
     start: Start, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

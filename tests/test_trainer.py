@@ -516,6 +516,7 @@ class Ticks:
         return self.now / 100
 
 
+@pytest.mark.slow
 def test_a_run_that_is_bounded_by_time_ends_there_with_its_schedule_run_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

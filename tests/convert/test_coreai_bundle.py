@@ -202,6 +202,7 @@ def test_missing_parts_and_other_metadata_are_told(bundle: Path, tmp_path: Path)
         Bundle.open(bundle)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "parameters", "tokens"),
     [("fp32", 270_000_000, 32), ("fp16", 270_000_000, 4), ("mlx", 270_000_000, 4), ("mlx", 10, 32)],

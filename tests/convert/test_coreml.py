@@ -131,6 +131,7 @@ def test_the_output_must_be_a_package_by_name(
     assert "must end in .mlpackage" in done.error
 
 
+@pytest.mark.slow
 def test_a_quantised_folder_is_not_quantised_again(
     quantised: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_quantised_folder_is_not_quantised_again(
     assert "would quantise it a second time" in done.error
 
 
+@pytest.mark.slow
 def test_other_modes_than_affine_are_refused_naming_the_way(
     folder: Path, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -185,6 +185,7 @@ def test_an_affine_table_goes_with_microscaled_layers(tmp_path: Path) -> None:
 # The folder
 
 
+@pytest.mark.slow
 def test_the_folder_is_complete_and_remembers_where_it_came_from(
     tmp_path: Path, tiny_tokenizer: TinyTokenizer
 ) -> None:
