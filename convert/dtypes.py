@@ -8,6 +8,7 @@ import mlx.core as mx
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+_BY_RANGE = (mx.float16, mx.bfloat16, mx.float32, mx.float64)  # each ends above those before it
 _NARROW_RANGE = "float16 ends at 65504; use bfloat16, which has the range of float32"
 _SHOWN = 3
 _SHAPE_3B = (36, 3072)  # layers, model_dim
@@ -67,9 +68,11 @@ def cast(name: str, array: mx.array, dtype: mx.Dtype | None, report: CastReport)
     """
     if dtype is None or array.dtype == dtype or not mx.issubdtype(array.dtype, mx.floating):
         return array
+    lost = mx.array(0)
     with mx.stream(mx.cpu):  # the only one that knows float64
         out = array.astype(dtype)
-        lost = mx.isinf(out).sum() - mx.isinf(array).sum()
+        if _BY_RANGE.index(array.dtype) > _BY_RANGE.index(dtype):  # else nothing can overflow
+            lost = mx.isinf(out).sum() - mx.isinf(array).sum()
         mx.eval(out, lost)
     report.sources.add(dtype_name(array.dtype))
     report.values += array.size
