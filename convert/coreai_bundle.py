@@ -4,6 +4,7 @@ Layout: apple/coreai-models@86b363d, ``metadata.json`` version 0.2. Knows nothin
 """
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +15,7 @@ from convert.coreai_graph import FUNCTION, STATES
 from convert.coreai_runner import METADATA, METADATA_VERSION, Bundle
 from convert.licence import copy_licence
 from convert.source import PROVENANCE, Source
+from openelm_mlx.atomic import flush
 from openelm_mlx.chat_template import APPLE_INSTRUCT_TEMPLATE
 from openelm_mlx.config import ModelArgs
 from openelm_mlx.tokenizer import Tokenizer
@@ -58,14 +60,18 @@ def write_bundle(folder: Path, program: Program, contents: Contents) -> Bundle:
         OSError: if something cannot be written.
     """
     asset = f"{contents.name}.aimodel"
-    provenance = _provenance(contents)
     program.save(folder / asset, _about(contents))
-    write_json(folder / METADATA, _metadata(contents, asset))
-    write_json(folder / PROVENANCE, provenance)
-    (folder / "tokenizer").mkdir()
-    template = contents.tokenizer.chat_template or APPLE_INSTRUCT_TEMPLATE
-    contents.tokenizer.save(folder / "tokenizer", chat_template=template if contents.chat else None)
-    copy_licence(contents.source.folder, folder)
+    with ThreadPoolExecutor(1) as thread:
+        on_disk = thread.submit(flush, folder / asset)  # takes as long as all the rest
+        write_json(folder / METADATA, _metadata(contents, asset))
+        write_json(folder / PROVENANCE, _provenance(contents))
+        (folder / "tokenizer").mkdir()
+        template = contents.tokenizer.chat_template or APPLE_INSTRUCT_TEMPLATE
+        contents.tokenizer.save(
+            folder / "tokenizer", chat_template=template if contents.chat else None
+        )
+        copy_licence(contents.source.folder, folder)
+        on_disk.result()
     return Bundle.open(folder)
 
 

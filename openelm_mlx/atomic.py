@@ -65,14 +65,19 @@ def atomic_folder(target: str | Path, *, overwrite: bool = False) -> Iterator[Pa
     try:
         yield temporary
         os.chmod(temporary, 0o777 & ~_umask())
-        for file in temporary.rglob("*"):
-            if file.is_file():
-                _fsync(file)
+        flush(temporary)
         _swap(temporary, target)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         _name_target(error, target)
         raise
+
+
+def flush(folder: Path) -> None:
+    """Wait until all files below a folder are on the disk."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            _fsync(file)
 
 
 def refuse_existing_file(target: str | Path, *, overwrite: bool) -> None:
