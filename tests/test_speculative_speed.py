@@ -1,4 +1,4 @@
-"""What prompt lookup is worth (PERFORMANCE.md, target 6); run with ``pytest -m benchmark``."""
+"""What prompt lookup is worth (PERFORMANCE.md, target 6); run with ``pytest -n 0 -m benchmark``."""
 
 import random
 import time
