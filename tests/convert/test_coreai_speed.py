@@ -1,4 +1,4 @@
-"""What a Core AI bundle of the 270M costs on this machine; run with ``pytest -n 0 -m benchmark -s``."""
+"""What a Core AI bundle of the 270M costs here; run with ``pytest -n 0 -m benchmark -s``."""
 
 import os
 import resource
