@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import golden_set
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -129,6 +130,17 @@ def test_kinds_and_interfaces_combine(tmp_path: Path, kind: str, interface: str)
     package = small_package(tmp_path / "m.mlpackage", model, weights=kind, **INTERFACES[interface])
     reference = reference_model(model.args, stored_parameters(model, kind), exponent=0)  # type: ignore[arg-type]
     assert error(package, reference) < GRAPH
+
+
+@pytest.mark.benchmark  # three minutes: all of the product that the tests above cut through
+@pytest.mark.parametrize("name", golden_set.models())
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_variant_kind_and_interface(tmp_path: Path, name: str, kind: str) -> None:
+    model, _ = apple_model(name)
+    reference = reference_model(model.args, stored_parameters(model, kind), exponent=0)  # type: ignore[arg-type]
+    for interface, flags in INTERFACES.items():
+        package = small_package(tmp_path / interface / "m.mlpackage", model, weights=kind, **flags)
+        assert error(package, reference) < GRAPH, interface
 
 
 @pytest.mark.parametrize("bits", [4, 8])
