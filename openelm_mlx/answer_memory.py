@@ -41,6 +41,7 @@ class AnswerMemory:
             name = self._name(request)
             self._known[name] = answer
             lines.append(json.dumps([name, answer.logprob, answer.greedy]))
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
             file.write("\n".join(lines) + "\n")
 

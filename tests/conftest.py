@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,12 @@ from slow_params import slow
 from openelm_mlx.config import ModelArgs
 from openelm_mlx.model import Model
 from openelm_mlx.tokenizer import Tokenizer
+
+
+def pytest_configure() -> None:
+    """A shell's background job ignores Ctrl-C, and so would every command that tests start."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
