@@ -111,7 +111,7 @@ class Attention(nn.Module):
         """
         B, L, _ = x.shape
         H, K, E = self.num_heads, self.num_kv_heads, self.head_dim
-        qkv = self.qkv_proj(x).reshape(B, L, H + 2 * K, E).transpose(0, 2, 1, 3)
+        qkv = _by_head(self.qkv_proj(x), H + 2 * K)
         qk, values = mx.split(qkv, [H + K], axis=1)  # (B, H + K, L, E), (B, K, L, E)
         if "q_norm" in self:
             qk = mx.fast.rms_norm(qk, None, self.eps) * self._qk_weight()
@@ -124,7 +124,7 @@ class Attention(nn.Module):
             out = _attend(queries, keys, values, mask, cache)  # (B, H, L, E)
         else:
             out = attention_without_scores(queries, keys, values, scale=E**-0.5, mask=mask)
-        out = out.transpose(0, 2, 1, 3).reshape(B, L, H * E)
+        out = (out if L == 1 else out.transpose(0, 2, 1, 3)).reshape(B, L, H * E)
         return _project_and_add(residual, out, self.out_proj)
 
     def rotate(self, x: mx.array, offset: Any) -> mx.array:
@@ -158,6 +158,14 @@ class Attention(nn.Module):
             return rows
         self._kept = _NormRows(q, k, rows)
         return rows
+
+
+def _by_head(x: mx.array, heads: int) -> mx.array:
+    """(B, L, heads E) -> (B, heads, L, E); of one token they lie alike, which saves a step."""
+    B, L, width = x.shape
+    if L == 1:
+        return x.reshape(B, heads, 1, width // heads)
+    return x.reshape(B, L, heads, width // heads).transpose(0, 2, 1, 3)
 
 
 def _attend(queries: mx.array, keys: Any, values: Any, mask: Any, cache: Any) -> mx.array:
