@@ -6,13 +6,11 @@ back is that of FlashAttention (Dao et al. 2022, arXiv 2205.14135, appendix B), 
 On the way forward MLX may use its fused kernel, which it cannot differentiate.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 
-from openelm_mlx.recompute import row_groups
-
-Mask = mx.array | Literal["causal"] | None
+from openelm_mlx.recompute import Mask, row_groups, rows_of
 
 
 def attention_without_scores(
@@ -43,18 +41,12 @@ def attention_without_scores(
             # one group after the other, or all scores would be alive at once
             wanted = mx.depends(cotangent[rows], list(done[-1])) if done else cotangent[rows]
             q, k, v = (array[rows] for array in primals)
-            done.append(_gradients(q, k, v, output[rows], wanted, _rows_of(mask, rows), scale))
+            done.append(_gradients(q, k, v, output[rows], wanted, rows_of(mask, rows), scale))
         return tuple(mx.concatenate(list(parts)) for parts in zip(*done, strict=True))
 
     result: Any = forward(queries, keys, values)
     array: mx.array = result
     return array
-
-
-def _rows_of(mask: Mask, rows: slice) -> Mask:
-    if isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[0] > 1:
-        return mask[rows]
-    return mask
 
 
 def _gradients(

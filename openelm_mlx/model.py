@@ -9,7 +9,7 @@ Knows nothing about files or tokens' text. Source: apple/corenet@1aa3acd ``gener
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,9 +18,8 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from openelm_mlx.attention_gradient import attention_without_scores
 from openelm_mlx.cache import Cache
 from openelm_mlx.config import ModelArgs as ModelArgs
+from openelm_mlx.recompute import Mask as Mask
 from openelm_mlx.recompute import recomputed
-
-Mask = mx.array | Literal["causal"] | None
 
 
 def _swish(x: mx.array) -> mx.array:

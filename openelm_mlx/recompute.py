@@ -7,7 +7,7 @@ together, and it draws other numbers for dropout the second time. Knows nothing 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 GROUP = 512  # tokens whose intermediate values are alive at a time; at least one row
 
+Mask = mx.array | Literal["causal"] | None
 Part = Callable[[mx.array, Any], mx.array]  # ((b, L, D), mask of these rows) -> (b, L, D)
 
 
@@ -39,10 +40,8 @@ def recomputed(
     keys = _keys(modules, len(groups))
 
     def piece(index: int, x: mx.array, *params: mx.array) -> mx.array:
-        rows = groups[index]
-        own = isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[0] > 1
         with _parameters(modules, names, params), _dropping(keys[index]):
-            return part(x, mask[rows] if own else mask)
+            return part(x, rows_of(mask, groups[index]))
 
     @mx.custom_function
     def forward(x: mx.array, *params: mx.array) -> mx.array:
@@ -80,6 +79,13 @@ def row_groups(count: int, length: int, tokens: int = GROUP) -> list[slice]:
     """``count`` rows of ``length`` tokens cut into groups of ``tokens``, at least a row each."""
     rows = max(1, tokens // length)
     return [slice(start, start + rows) for start in range(0, count, rows)]
+
+
+def rows_of(mask: Mask, rows: slice) -> Mask:
+    """The mask of these rows: a part of one that has a row for each, (B, 1, L, S), or all of it."""
+    if isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[0] > 1:
+        return mask[rows]
+    return mask
 
 
 @contextmanager
