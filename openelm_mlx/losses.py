@@ -14,6 +14,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from openelm_mlx import cpu_exp
+
 CHUNK = 256  # tokens whose logits exist at a time
 
 Head = Callable[[mx.array], mx.array]  # (n, D) hidden states -> (n, V) logits
@@ -58,7 +60,7 @@ def cross_entropy_sums(
     args = args or LossArgs()
     logits = logits.astype(mx.float32)
     mask = mask.astype(mx.float32)
-    log_z = mx.logsumexp(logits, axis=-1)
+    log_z = cpu_exp.log_sum_exp(logits)[:, 0]
     picked = mx.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
     if args.label_smoothing:
         smooth = args.label_smoothing
@@ -155,7 +157,7 @@ def sequence_logprobs(logits: mx.array, targets: mx.array, mask: mx.array) -> mx
     _check_shapes(logits, targets, mask)
     logits = logits.astype(mx.float32)
     picked = mx.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return ((picked - mx.logsumexp(logits, axis=-1)) * mask).sum(axis=-1)
+    return ((picked - cpu_exp.log_sum_exp(logits)[..., 0]) * mask).sum(axis=-1)
 
 
 def fused_sequence_logprobs(
@@ -183,7 +185,7 @@ def fused_sequence_logprobs(
         def part(hidden: mx.array) -> mx.array:
             logits = logits_of(hidden).astype(mx.float32)
             picked = mx.take_along_axis(logits, wanted[rows, None], axis=-1)[:, 0]
-            return picked - mx.logsumexp(logits, axis=-1)
+            return picked - cpu_exp.log_sum_exp(logits)[:, 0]
 
         return nn.utils.checkpoint(head, part)(flat[rows])
 
@@ -260,12 +262,12 @@ def _chunk_gradient(
     """The summed loss of (n, V) float32 logits and its gradient with respect to them."""
     V, smooth = logits.shape[-1], args.label_smoothing
     counts = mask.astype(mx.float32)[:, None]
-    log_z = mx.logsumexp(logits, axis=-1, keepdims=True)
+    log_z = cpu_exp.log_sum_exp(logits)
     picked = mx.take_along_axis(logits, targets[:, None], axis=-1)
     if smooth:
         picked = (1 - smooth) * picked + smooth * logits.mean(axis=-1, keepdims=True)
     loss = ((log_z - picked + args.z_loss * mx.square(log_z)) * counts).sum()
-    gradient = mx.exp(logits - log_z) * ((1 + 2 * args.z_loss * log_z) * counts)
+    gradient = cpu_exp.exp(logits - log_z) * ((1 + 2 * args.z_loss * log_z) * counts)
     if smooth:
         gradient = gradient - (smooth / V) * counts
     at_target = mx.take_along_axis(gradient, targets[:, None], axis=-1) - (1 - smooth) * counts

@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 
+from openelm_mlx import cpu_attention, cpu_exp
 from openelm_mlx.attention_gradient import attention_without_scores
 from openelm_mlx.cache import Cache
 from openelm_mlx.config import ModelArgs as ModelArgs
@@ -23,7 +24,11 @@ from openelm_mlx.recompute import recomputed
 
 
 def _swish(x: mx.array) -> mx.array:
-    return x * mx.sigmoid(x)
+    return x * cpu_exp.sigmoid(x)
+
+
+def _fusible_swish(x: mx.array) -> mx.array:
+    return x * mx.sigmoid(x)  # a function with an own gradient cannot be fused without shapes
 
 
 def _gelu(x: mx.array) -> mx.array:
@@ -45,11 +50,16 @@ def gated(name: str) -> tuple[Callable[[mx.array], mx.array], Callable[[mx.array
         training the plain one needs less memory; a compiled step fuses it anyway.
     """
     activation = _ACTIVATIONS[name]
+    to_compile = _fusible_swish if name == "swish" else activation
+    compiled = mx.compile(lambda gate, value: to_compile(gate) * value, shapeless=True)
 
     def glu(gate: mx.array, value: mx.array) -> mx.array:
         return activation(gate) * value
 
-    fused = mx.compile(glu, shapeless=True)
+    def fused(gate: mx.array, value: mx.array) -> mx.array:
+        # what MLX compiles for a CPU computes one number at a time
+        return (glu if cpu_exp.pays(gate) else compiled)(gate, value)
+
     return (lambda x: glu(*mx.split(x, 2, axis=-1))), (lambda x: fused(*mx.split(x, 2, axis=-1)))
 
 
@@ -119,10 +129,8 @@ class Attention(nn.Module):
         queries, keys = mx.split(qk, [H], axis=1)
         if cache is not None:
             keys, values = cache.update_and_fetch(keys, values)
-        if self.keep_scores or not self.training or cache is not None:
-            out = _attend(queries, keys, values, mask, cache)  # (B, H, L, E)
-        else:
-            out = attention_without_scores(queries, keys, values, scale=E**-0.5, mask=mask)
+        drop_scores = not self.keep_scores and self.training and cache is None
+        out = _attend(queries, keys, values, mask, cache, drop_scores)  # (B, H, L, E)
         out = (out if L == 1 else out.transpose(0, 2, 1, 3)).reshape(B, L, H * E)
         return _project_and_add(residual, out, self.out_proj)
 
@@ -167,7 +175,9 @@ def _by_head(x: mx.array, heads: int) -> mx.array:
     return x.reshape(B, L, heads, width // heads).transpose(0, 2, 1, 3)
 
 
-def _attend(queries: mx.array, keys: Any, values: Any, mask: Any, cache: Any) -> mx.array:
+def _attend(
+    queries: mx.array, keys: Any, values: Any, mask: Any, cache: Any, drop_scores: bool
+) -> mx.array:
     """Scaled dot-product attention, (B, H, L, E); keys and values are (B, K, S, E)."""
     scale = queries.shape[-1] ** -0.5
     if hasattr(cache, "bits"):  # mlx_lm's quantised cache hands out packed keys and values
@@ -176,6 +186,10 @@ def _attend(queries: mx.array, keys: Any, values: Any, mask: Any, cache: Any) ->
         return scaled_dot_product_attention(
             queries, keys, values, cache=cache, scale=scale, mask=mask
         )
+    if cpu_attention.pays(queries, mask):
+        return cpu_attention.attention(queries, keys, values, scale=scale, mask=mask)
+    if drop_scores:
+        return attention_without_scores(queries, keys, values, scale=scale, mask=mask)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
 
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from openelm_mlx import cpu_exp
 from openelm_mlx.model import Model
 from openelm_mlx.scoring_plan import (
     CACHED_TOKENS,
@@ -251,7 +252,7 @@ def _likelihoods(
         logits = model.head(flat[mx.array(places[start:stop])]).astype(mx.float32)
         index = mx.array([place - start for place, _, _ in part], dtype=mx.int32)
         targets = mx.array([target for _, target, _ in part], dtype=mx.int32)
-        picked = logits[index, targets] - mx.logsumexp(logits, axis=-1)[index]
+        picked = logits[index, targets] - cpu_exp.log_sum_exp(logits)[index, 0]
         likeliest = mx.argmax(logits, axis=-1)[index] == targets
         mx.eval(picked, likeliest)  # one chunk of logits at a time
         values: Any = picked.tolist()

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from openelm_mlx import cpu_exp
 from openelm_mlx.decoding import decode
 from openelm_mlx.model import Model
 
@@ -124,10 +125,10 @@ class ModelScorer:
             part = slice(start, start + CHUNK)
             target = mx.array(targets[part], dtype=mx.int32)[:, None]
             logits = self.model.head(hidden[mx.array(rows[part])]).astype(mx.float32)
-            picked = mx.take_along_axis(logits, target, axis=-1)[:, 0] - mx.logsumexp(logits, -1)
+            picked = mx.take_along_axis(logits, target, axis=-1) - cpu_exp.log_sum_exp(logits)
             likeliest = mx.argmax(logits, axis=-1) == target[:, 0]
             mx.eval(picked, likeliest)  # one chunk of logits at a time
-            nats: Any = picked.tolist()
+            nats: Any = picked[:, 0].tolist()
             hits: Any = likeliest.tolist()
             logprobs += nats
             right += hits

@@ -13,6 +13,7 @@ import reference
 from model_makers import apple_io, apple_model
 from slow_params import slow
 
+from openelm_mlx import cpu_exp
 from openelm_mlx.cache import KVCache, make_cache
 from openelm_mlx.config import ModelArgs
 from openelm_mlx.model import Attention, Model
@@ -33,6 +34,14 @@ def in_chunks(model: Model, tokens: mx.array, chunks: list[int]) -> np.ndarray:
     return np.array(mx.concatenate(pieces, axis=1))
 
 
+@pytest.fixture(params=[False, True], ids=["mx.fast", "x86"])
+def as_on_x86(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to attend, whatever this machine would take for so few tokens."""
+    monkeypatch.setattr(cpu_exp, "_X86", request.param)
+    monkeypatch.setattr(cpu_exp, "_MANY", 1)
+
+
+@pytest.mark.usefixtures("as_on_x86")
 def test_logits_of_a_full_pass(golden_model: str) -> None:
     model, io = model_and_io(golden_model)
     logits = np.array(model(mx.array(io["input_ids"])))
@@ -46,6 +55,7 @@ def test_the_reference_gives_apples_logits_too(golden_model: str) -> None:
     np.testing.assert_allclose(logits, io["logits"], atol=ATOL, rtol=0)
 
 
+@pytest.mark.usefixtures("as_on_x86")
 @pytest.mark.parametrize(
     "chunks",
     [[16] + [1] * 32, [7, 1, 20, 2, 18], *slow([16, 16, 16], [48])],
