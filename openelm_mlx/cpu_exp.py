@@ -32,7 +32,7 @@ def exp(x: mx.array) -> mx.array:
 
 def sigmoid(x: mx.array) -> mx.array:
     """1 / (1 + e^-x), differentiable once."""
-    share: Any = _sigmoid(x) if helps(x) else mx.sigmoid(x)
+    share: Any = _sigmoid(x) if pays(x) else mx.sigmoid(x)  # small ones alike everywhere
     array: mx.array = share
     return array
 

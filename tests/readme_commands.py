@@ -47,6 +47,7 @@ SMALLER: dict[str, str] = {
     "convert corenet": "--config checkpoint_average.yaml",
     "convert coreml": "--context 64 --prefill 8",
     "convert run-coreml": "--max-tokens 4",
+    "demo": "--limit 300 --vocab-size 400 --pretrain-seconds 2 --finetune-seconds 1",
     "dpo": "--iters 4 --epochs none --batch-size 4 --max-seq-length 64 --max-prompt-length 32",
     "evaluate": "--max-seq-length 64 --limit 4",
     "finetune": "--iters 4 --epochs none --batch-size 4 --max-seq-length 64",

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,8 @@ def test_every_case_of_generation_gives_positive_numbers(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"cold"}))
 def test_every_case_runs_beside_mlx_lm(name: str) -> None:
-    rows = measure(CASES[name], make_bench(against=True))
+    few: dict[str, Any] = {"trials": 1} if name.startswith(("lora", "full")) else {}
+    rows = measure(CASES[name], replace(make_bench(against=True), **few))
     assert all(row["median"] > 0 for row in rows)
     if CASES[name].reference == STOCK:
         assert STOCK in [row["who"] for row in rows]
@@ -111,7 +113,7 @@ def test_every_case_runs_beside_mlx_lm(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["decode", "load", "lora-memory"])
 def test_a_quantised_model_runs_beside_mlx_lm_with_the_same_weights(name: str) -> None:
-    bench = make_quantised(against=True)
+    bench = replace(make_quantised(against=True), trials=1)
     rows = measure(CASES[name], bench)
     assert STOCK in [row["who"] for row in rows]
     ids = mx.array([[5, 6, 7]])

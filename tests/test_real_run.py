@@ -25,16 +25,16 @@ from openelm_mlx.tuning_pairs import EvalPairBatches, PairArgs, load_pairs
 from openelm_mlx.validation import evaluate
 
 MODEL = {
-    **{"num_transformer_layers": 4, "model_dim": 128, "head_dim": 32, "num_gqa_groups": 2},
+    **{"num_transformer_layers": 3, "model_dim": 128, "head_dim": 32, "num_gqa_groups": 2},
     **{"ffn_dim_divisor": 32, "max_context_length": 128, "dtype": "float32"},
 }
 PRETRAIN = {
-    **{"iters": 400, "batch_size": 8, "max_seq_length": 64, "learning_rate": 5e-3},
-    **{"warmup_steps": 20, "steps_per_eval": 100, "val_batches": -1, "save_every": 0},
+    **{"iters": 340, "batch_size": 8, "max_seq_length": 64, "learning_rate": 8e-3},
+    **{"warmup_steps": 15, "steps_per_eval": 85, "val_batches": -1, "save_every": 0},
 }
 FINETUNE = {
-    **{"iters": 45, "batch_size": 16, "max_seq_length": 96, "mask_prompt": True},
-    **{"learning_rate": 5e-3, "warmup_steps": 5, "rank": 8, "steps_per_eval": 15},
+    **{"iters": 36, "batch_size": 16, "max_seq_length": 96, "mask_prompt": True},
+    **{"learning_rate": 5e-3, "warmup_steps": 5, "rank": 8, "steps_per_eval": 12},
     **{"val_batches": 4, "save_every": 0, "grad_checkpoint": "none", "dropout": 0},
 }
 DPO = {
@@ -53,7 +53,7 @@ def road(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("road")
     write_split(folder / "text", ({"text": text} for text in documents()), every=100)
     write_split(folder / "questions", question_answers())
-    write_split(folder / "pairs", list(preferences())[:500])
+    write_split(folder / "pairs", list(preferences())[:300])
     for name, recipe in (("pretrain", MODEL | PRETRAIN), ("finetune", FINETUNE), ("dpo", DPO)):
         (folder / f"{name}.yaml").write_text(json.dumps(recipe))
     return folder
