@@ -9,6 +9,7 @@ CASES = (
     *("kernels", "host", "prefill-512", "prefill-2048", "decode", "batch-4", "batch-16", "memory"),
     *("load", "cold", "lookup-copies", "lookup-new"),
     *("lora-memory", "lora-speed", "full-memory", "full-speed"),
+    *("loss-memory", "loss-speed", "loss-full-memory", "loss-full-speed"),
     *("evaluate-fewshot", "evaluate-letters", "evaluate-contexts", "evaluate-one-token"),
 )
 

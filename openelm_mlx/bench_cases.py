@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from openelm_mlx.bench_evaluation import evaluation_cases
+from openelm_mlx.bench_loss import loss_cases
 from openelm_mlx.bench_shared import COMPILED, OURS, Bench, Case, Contender, beside
 from openelm_mlx.bench_start import start_cases
 from openelm_mlx.bench_training import training_cases
@@ -287,5 +288,6 @@ CASES: dict[str, Case] = {
         reference="plain",
     ),
     **training_cases(),
+    **loss_cases(),
     **evaluation_cases(),
 }

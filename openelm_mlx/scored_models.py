@@ -16,7 +16,8 @@ from openelm_mlx.adapter_files import WEIGHTS_FILES, weights_file
 from openelm_mlx.checkpoint import load, load_args
 from openelm_mlx.evaluation_record import folder_bytes, sha256_of
 from openelm_mlx.hub import local_or_download
-from openelm_mlx.model import Model
+from openelm_mlx.memory import machine_memory
+from openelm_mlx.model import Model, num_parameters
 from openelm_mlx.run_flags import RECIPE_FILE
 from openelm_mlx.token_scoring import ModelScorer, TokenScorer
 from openelm_mlx.tokenizer import Tokenizer, load_tokenizer
@@ -24,6 +25,8 @@ from openelm_mlx.tokenizer_files import has_tokenizer
 from openelm_mlx.weight_files import find_weight_files, read_json
 
 logger = logging.getLogger(__name__)
+
+_SHARE = 0.8  # of the machine's memory that weights may take without a word
 
 Kind = Literal["model", "adapters", "coreml", "coreai"]
 
@@ -104,6 +107,13 @@ def of_model(
 ) -> ScoredModel:
     """An MLX model that is loaded already, whose weights came from ``files``."""
     if float32:
+        needed, there = 4 * num_parameters(model), machine_memory()
+        if model.transformer.norm.weight.dtype != mx.float32 and needed > _SHARE * there:
+            logger.warning(
+                "%s takes %.1f GB in float32, of %.1f GB that this machine has; --no-float32 "
+                "computes with the weights as they are",
+                *(name, needed / 1e9, there / 1e9),
+            )
         model.set_dtype(mx.float32)
     model.eval()
     return ScoredModel(

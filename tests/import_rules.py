@@ -69,7 +69,7 @@ LAYERS = {
         generation_settings info lm_harness lm_tasks package_scoring pretrain pretrain_run
         pretrain_settings scored_models serve server server_generation suites
         tokenizer_training tuning_run""",
-    "6": """bench bench_cases bench_evaluation bench_report bench_run bench_shared
+    "6": """bench bench_cases bench_evaluation bench_loss bench_report bench_run bench_shared
         bench_start bench_training
         bench_work check_release demo demo_report demo_room demo_run demo_steps
         plot_command convert.coreml_run""",

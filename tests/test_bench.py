@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,38 @@ def test_every_case_runs_beside_mlx_lm(name: str) -> None:
     assert all(row["median"] > 0 for row in rows)
     if CASES[name].reference == STOCK:
         assert STOCK in [row["who"] for row in rows]
+
+
+_CCE = """
+import mlx.core as mx
+import mlx.nn as nn
+
+def make_chunked_cross_entropy_loss(weight_is_frozen):
+    def loss(hidden, weight, targets):
+        return nn.losses.cross_entropy({factor} * hidden @ weight.T, targets)
+    return loss, False
+"""
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_another_chunked_loss_stands_beside_ours_if_it_is_one(
+    right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "unsloth_zoo" / "mlx" / "cce"
+    folder.mkdir(parents=True)
+    (tmp_path / "unsloth_zoo" / "__init__.py").write_text("raise ImportError('wants PyTorch')")
+    (folder / "__init__.py").write_text(_CCE.format(factor=1 if right else 2))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "openelm_bench_mlx_cce", raising=False)
+    try:
+        if right:
+            rows = measure(CASES["loss-full-memory"], make_bench(against=True))
+            assert [row["who"] for row in rows] == [OURS, STOCK, "mlx-cce"]
+        else:
+            with pytest.raises(ValueError, match="gradients of mlx-cce differ from ours by"):
+                measure(CASES["loss-memory"], make_bench(against=True))
+    finally:
+        sys.modules.pop("openelm_bench_mlx_cce", None)
 
 
 @pytest.mark.slow

@@ -180,6 +180,30 @@ def test_float32_computes_in_float32_whatever_the_weights_are(
     assert found[2] == pytest.approx(found[0], rel=1e-2)  # bfloat16 has 8 bits
 
 
+def test_float32_that_memory_hardly_holds_is_told(
+    capsys: pytest.CaptureFixture[str],
+    folder: Path,
+    data: Path,
+    tmp_path: Path,
+    tiny_tokenizer: tiny.TinyTokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import mlx.core as mx
+
+    from openelm_mlx import scored_models
+    from openelm_mlx.checkpoint import load_model
+
+    model = load_model(folder)
+    model.set_dtype(mx.bfloat16)
+    half = small_folder(tmp_path / "half", tiny_tokenizer.tokenizer, model)
+    for memory, told in ((1 << 40, False), (1000, True)):
+        monkeypatch.setattr(scored_models, "machine_memory", lambda memory=memory: memory)
+        evaluation = Evaluation(capsys, half, tmp_path / f"{memory}.json")
+        outcome = evaluation.run("--data", data, "--float32")
+        assert outcome.code == 0, outcome.err
+        assert ("--no-float32 computes with the weights as they are" in outcome.err) == told
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
