@@ -7,7 +7,7 @@ Parameter names are those of Apple's Hugging Face checkpoints and of ``mlx_lm.mo
 Knows nothing about files or tokens' text. Source: apple/corenet@1aa3acd ``general_gpt.py``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,55 +15,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 
-from openelm_mlx import cpu_attention, cpu_exp
+from openelm_mlx import cpu_attention
+from openelm_mlx.activations import ACTIVATIONS, gated
 from openelm_mlx.attention_gradient import attention_without_scores
 from openelm_mlx.cache import Cache
 from openelm_mlx.config import ModelArgs as ModelArgs
 from openelm_mlx.recompute import Mask as Mask
 from openelm_mlx.recompute import recomputed
-
-
-def _swish(x: mx.array) -> mx.array:
-    return x * cpu_exp.sigmoid(x)
-
-
-def _fusible_swish(x: mx.array) -> mx.array:
-    return x * mx.sigmoid(x)  # a function with an own gradient cannot be fused without shapes
-
-
-def _gelu(x: mx.array) -> mx.array:
-    return x * (1 + mx.erf(x * 2**-0.5)) / 2
-
-
-def _relu(x: mx.array) -> mx.array:
-    return mx.maximum(x, 0)
-
-
-def gated(name: str) -> tuple[Callable[[mx.array], mx.array], Callable[[mx.array], mx.array]]:
-    """``activation(gate) * value`` over the two halves of the last axis (Shazeer 2020).
-
-    Args:
-        name: of the activation, as in the config.
-
-    Returns:
-        Two functions (..., 2F) -> (..., F): the plain one, and one fused kernel for inference. In
-        training the plain one needs less memory; a compiled step fuses it anyway.
-    """
-    activation = _ACTIVATIONS[name]
-    to_compile = _fusible_swish if name == "swish" else activation
-    compiled = mx.compile(lambda gate, value: to_compile(gate) * value, shapeless=True)
-
-    def glu(gate: mx.array, value: mx.array) -> mx.array:
-        return activation(gate) * value
-
-    def fused(gate: mx.array, value: mx.array) -> mx.array:
-        # what MLX compiles for a CPU computes one number at a time
-        return (glu if cpu_exp.pays(gate) else compiled)(gate, value)
-
-    return (lambda x: glu(*mx.split(x, 2, axis=-1))), (lambda x: fused(*mx.split(x, 2, axis=-1)))
-
-
-_ACTIVATIONS = {"swish": _swish, "gelu": _gelu, "relu": _relu}
 
 
 def _project_and_add(residual: mx.array, x: mx.array, linear: nn.Module) -> mx.array:
@@ -200,7 +158,7 @@ class MLP(nn.Module):
         super().__init__()
         F = args.ffn_dims[layer_index]
         name = args.activation_fn_name
-        plain = _ACTIVATIONS[name]
+        plain = ACTIVATIONS[name]
         self._activation, self._fused = gated(name) if args.ffn_with_glu else (plain, plain)
         self.proj_1 = nn.Linear(args.model_dim, 2 * F if args.ffn_with_glu else F, bias=False)
         self.proj_2 = nn.Linear(F, args.model_dim, bias=False)

@@ -19,7 +19,8 @@ PACKAGES = ("openelm_mlx", "convert")
 # A module may import modules of the rows above its own. Names without a dot are openelm_mlx's.
 LAYERS = {
     "foundation": "atomic blas",
-    "0": """attention_gradient cache chat_template compressed config config_check cpu_attention
+    "0": """activations attention_gradient cache chat_template compressed config config_check
+        cpu_attention
         cpu_exp detokenizer
         distributed doctor document_stream evaluation_args graph_count hub interrupts losses
         metrics mismatch optim
@@ -96,7 +97,7 @@ FAMILIES = (
     "answer_memory evaluation_record",
     "dpo dpo_run finetune tuning_run",  # the same models tuned on other data
     "metrics plots plots_*",
-    "attention_gradient cpu_attention cpu_exp losses recompute",
+    "activations attention_gradient cpu_attention cpu_exp losses recompute",
     "pretrain*",
     "cli convert.cli",
     "convert.pt_*",

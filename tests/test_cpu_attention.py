@@ -1,4 +1,4 @@
-"""Attention and exp for x86 CPUs: the values and gradients of plain ones, in less memory."""
+"""Attention and exp for x86 CPUs have the values and gradients of MLX's own."""
 
 from collections.abc import Callable
 from typing import Any
@@ -67,26 +67,6 @@ def test_values_and_gradients_are_mlxs(
     expected_ones = gradients(mx.fast.scaled_dot_product_attention)
     for found, expected in zip(found_ones, expected_ones, strict=True):
         np.testing.assert_allclose(np.array(found), np.array(expected), atol=1e-5)
-
-
-@pytest.mark.slow
-def test_scores_are_not_kept() -> None:
-    q, k, v = (mx.random.normal((8, n, 256, 16)) for n in (8, 2, 2))
-    mx.eval(q, k, v)
-
-    def peak(attend: Callable[..., mx.array]) -> int:
-        def loss(x: mx.array) -> mx.array:
-            for _ in range(4):
-                x = attend(x, k, v, scale=0.3, mask="causal")
-            return x.sum()
-
-        mx.clear_cache()
-        mx.reset_peak_memory()
-        before = mx.get_active_memory()
-        mx.eval(mx.grad(loss)(q))
-        return mx.get_peak_memory() - before
-
-    assert peak(cpu_attention.attention) < 0.4 * peak(mx.fast.scaled_dot_product_attention)
 
 
 @pytest.mark.parametrize("length", [1, 5])

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from model_makers import model_of, random_tokens
 from slow_params import slow_cases
 
+from openelm_mlx import cpu_attention
 from openelm_mlx.attention_gradient import attention_without_scores
 from openelm_mlx.batches import Batch
 from openelm_mlx.config import ModelArgs
@@ -183,7 +184,10 @@ def test_attention_without_scores_has_the_gradients_of_plain_attention(
 
 
 @pytest.mark.slow  # exp is slow on a CPU
-def test_scores_are_not_kept() -> None:
+@pytest.mark.parametrize(
+    "without", [attention_without_scores, cpu_attention.attention], ids=["any", "x86"]
+)
+def test_scores_are_not_kept(without: Callable[..., mx.array]) -> None:
     """Four attentions on top of each other."""
     q, k, v = (mx.random.normal((8, n, 256, 16)) for n in (8, 2, 2))
     mx.eval(q, k, v)
@@ -200,4 +204,4 @@ def test_scores_are_not_kept() -> None:
         mx.eval(mx.grad(loss)(q))
         return mx.get_peak_memory() - before
 
-    assert peak(attention_without_scores) < 0.6 * peak(mx.fast.scaled_dot_product_attention)
+    assert peak(without) < 0.6 * peak(mx.fast.scaled_dot_product_attention)
