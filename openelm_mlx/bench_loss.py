@@ -8,7 +8,6 @@ CPU by its fallback, on Metal by its kernels). N tokens, D model_dim, V vocabula
 import gc
 import importlib.util
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from openelm_mlx.bench_shared import OURS, STOCK, Bench, Case, Contender
+from openelm_mlx.bench_shared import OURS, STOCK, Bench, Case, Contender, speed_or_memory
 from openelm_mlx.losses import fused_cross_entropy
 
 CCE = "mlx-cce"
@@ -39,36 +38,14 @@ def loss_cases() -> dict[str, Case]:
 
 def _case(*, trains: bool, memory: bool) -> Case:
     def prepare(bench: Bench) -> dict[str, Contender]:
-        losses: dict[str, Loss] = {OURS: _ours(trains)}
+        losses = {OURS: _ours(trains)}
         if bench.against:
-            losses[STOCK] = _all_logits
-            cce = chunked_loss(trains)
-            if cce is not None:
-                losses[CCE] = cce
-        inputs = _inputs(bench)
-        found: list[mx.array] = []
-
-        def contender(who: str, loss: Loss) -> Contender:
-            which = (0, 1) if trains else (0,)
-            step = mx.value_and_grad(loss, argnums=which)
-
-            def measure() -> float:
-                gc.collect()
-                mx.clear_cache()
-                mx.reset_peak_memory()
-                before, start = mx.get_active_memory(), time.perf_counter()
-                _, gradients = step(*inputs)
-                mx.eval(gradients)
-                seconds, peak = time.perf_counter() - start, mx.get_peak_memory() - before
-                if not found:
-                    found.extend(gradients)  # ours come first
-                elif who != OURS:
-                    _require_equal(who, gradients, found)
-                return peak / 1e9 if memory else inputs[0].shape[0] / seconds
-
-            return measure
-
-        return {who: contender(who, loss) for who, loss in losses.items()}
+            losses |= {STOCK: _all_logits, **_chunked(trains)}
+        inputs, found = _inputs(bench), list[mx.array]()
+        return {
+            who: _contender(who, loss, inputs, found, trains=trains, memory=memory)
+            for who, loss in losses.items()
+        }
 
     what = "head and cross-entropy" + (", the head trains" if trains else "")
     return Case(
@@ -78,6 +55,33 @@ def _case(*, trains: bool, memory: bool) -> Case:
         higher_is_better=not memory,
         exact=memory,
     )
+
+
+def _contender(
+    who: str, loss: Loss, inputs: Sequence[mx.array], found: list[mx.array], **what: bool
+) -> Contender:
+    """Measures loss and gradients; ours, which come first, are kept in ``found``."""
+    both = mx.value_and_grad(loss, argnums=(0, 1) if what["trains"] else (0,))
+    made: list[mx.array] = []
+
+    def step() -> None:
+        made[:] = both(*inputs)[1]
+        mx.eval(made)
+
+    def measure() -> float:
+        made.clear()
+        gc.collect()
+        mx.clear_cache()
+        tokens, before = _ROWS * _LENGTH, mx.get_active_memory()
+        number = speed_or_memory(step, tokens, memory=what["memory"], beside=before)
+        if not found:
+            found.extend(made)
+        elif who != OURS:
+            _require_equal(who, made, found)
+        made.clear()
+        return number
+
+    return measure
 
 
 def _inputs(bench: Bench) -> tuple[mx.array, mx.array, mx.array]:
@@ -106,11 +110,11 @@ def _all_logits(hidden: mx.array, matrix: mx.array, targets: mx.array) -> mx.arr
     return nn.losses.cross_entropy(hidden @ matrix.T, targets).astype(mx.float32).sum()
 
 
-def chunked_loss(trains: bool) -> Loss | None:
-    """unsloth_zoo's loss, or None without that package, whose own imports want PyTorch."""
+def _chunked(trains: bool) -> dict[str, Loss]:
+    """unsloth_zoo's loss, read past the package's own imports, which want PyTorch; or none."""
     package = importlib.util.find_spec("unsloth_zoo")
     if package is None or package.origin is None:
-        return None
+        return {}
     folder = Path(package.origin).parent / "mlx" / "cce"
     name = "openelm_bench_mlx_cce"
     if name not in sys.modules:
@@ -118,7 +122,7 @@ def chunked_loss(trains: bool) -> Loss | None:
             name, folder / "__init__.py", submodule_search_locations=[str(folder)]
         )
         if spec is None or spec.loader is None or not folder.is_dir():
-            return None
+            return {}
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     made: Any = sys.modules[name].make_chunked_cross_entropy_loss(weight_is_frozen=not trains)
@@ -128,7 +132,7 @@ def chunked_loss(trains: bool) -> Loss | None:
         summed: mx.array = function(hidden, matrix, targets).sum()
         return summed
 
-    return loss
+    return {CCE: loss}
 
 
 def _require_equal(who: str, theirs: Sequence[mx.array], ours: Sequence[mx.array]) -> None:

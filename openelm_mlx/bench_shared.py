@@ -3,12 +3,14 @@
 import random
 import shutil
 import tempfile
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
@@ -125,6 +127,15 @@ def fill_like(empty: Any, model: Model) -> Any:
     weights: Any = tree_flatten(model.parameters())
     empty.load_weights(weights)
     return empty
+
+
+def speed_or_memory(step: Callable[[], Any], tokens: int, *, memory: bool, beside: int) -> float:
+    """Tokens a second of one step, or its peak memory in GB less some bytes that it finds there."""
+    mx.reset_peak_memory()
+    start = time.perf_counter()
+    step()
+    seconds = time.perf_counter() - start
+    return (mx.get_peak_memory() - beside) / 1e9 if memory else tokens / seconds
 
 
 def beside(bench: Bench, ours: dict[str, Contender], stock: Contender) -> dict[str, Contender]:

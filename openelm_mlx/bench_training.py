@@ -6,7 +6,6 @@ weights with AdamW.
 
 import gc
 import logging
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -15,7 +14,7 @@ import mlx.nn as nn
 import mlx.optimizers as mlx_optim
 
 from openelm_mlx.batches import Batch
-from openelm_mlx.bench_shared import STOCK, Bench, Case, Contender, fill_like
+from openelm_mlx.bench_shared import STOCK, Bench, Case, Contender, fill_like, speed_or_memory
 from openelm_mlx.bench_work import training_work, weight_bytes
 from openelm_mlx.distributed import world
 from openelm_mlx.fitting import quantization_of
@@ -93,13 +92,7 @@ def _measure(step: Step, tokens: int, memory: bool, beside: int) -> float:
     gc.collect()  # the contender before: its model is part of a cycle
     mx.clear_cache()
     step()
-    mx.reset_peak_memory()
-    start = time.perf_counter()
-    if memory:
-        step()
-        return (mx.get_peak_memory() - beside) / 1e9
-    step()
-    return tokens / (time.perf_counter() - start)
+    return speed_or_memory(step, tokens, memory=memory, beside=beside)
 
 
 def _ours(

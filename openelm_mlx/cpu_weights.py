@@ -56,7 +56,7 @@ def cast_to_float32(model: Model) -> bool:
     """
     if not helps_here() or model.transformer.norm.weight.dtype == mx.float32:
         return False
-    if 4 * num_parameters(model) > _SHARE * machine_memory():
+    if not float32_fits(model, _SHARE):
         logger.warning(
             "16-bit weights are computed some 10 times slower than float32 on this CPU, and in "
             "float32 they would not fit well into its memory"
@@ -65,6 +65,11 @@ def cast_to_float32(model: Model) -> bool:
     model.set_dtype(mx.float32)
     logger.info("16-bit weights are computed in float32, which is 10 times faster on this CPU")
     return True
+
+
+def float32_fits(model: Model, share: float) -> bool:
+    """Whether the weights, in float32, take no more than a share of the machine's memory."""
+    return 4 * num_parameters(model) <= share * machine_memory()
 
 
 def put_inputs_first(model: Model) -> None:

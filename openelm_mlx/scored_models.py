@@ -14,9 +14,9 @@ import mlx.core as mx
 from openelm_mlx.adapter_files import CONFIG as ADAPTER_CONFIG
 from openelm_mlx.adapter_files import WEIGHTS_FILES, weights_file
 from openelm_mlx.checkpoint import load, load_args
+from openelm_mlx.cpu_weights import float32_fits
 from openelm_mlx.evaluation_record import folder_bytes, sha256_of
 from openelm_mlx.hub import local_or_download
-from openelm_mlx.memory import machine_memory
 from openelm_mlx.model import Model, num_parameters
 from openelm_mlx.run_flags import RECIPE_FILE
 from openelm_mlx.token_scoring import ModelScorer, TokenScorer
@@ -107,12 +107,12 @@ def of_model(
 ) -> ScoredModel:
     """An MLX model that is loaded already, whose weights came from ``files``."""
     if float32:
-        needed, there = 4 * num_parameters(model), machine_memory()
-        if model.transformer.norm.weight.dtype != mx.float32 and needed > _SHARE * there:
+        is_now = model.transformer.norm.weight.dtype == mx.float32
+        if not is_now and not float32_fits(model, _SHARE):
             logger.warning(
-                "%s takes %.1f GB in float32, of %.1f GB that this machine has; --no-float32 "
-                "computes with the weights as they are",
-                *(name, needed / 1e9, there / 1e9),
+                "%s takes %.1f GB in float32, which hardly fit into this machine's memory; "
+                "--no-float32 computes with the weights as they are",
+                *(name, 4 * num_parameters(model) / 1e9),
             )
         model.set_dtype(mx.float32)
     model.eval()

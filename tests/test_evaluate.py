@@ -190,14 +190,14 @@ def test_float32_that_memory_hardly_holds_is_told(
 ) -> None:
     import mlx.core as mx
 
-    from openelm_mlx import scored_models
+    from openelm_mlx import cpu_weights
     from openelm_mlx.checkpoint import load_model
 
     model = load_model(folder)
     model.set_dtype(mx.bfloat16)
     half = small_folder(tmp_path / "half", tiny_tokenizer.tokenizer, model)
     for memory, told in ((1 << 40, False), (1000, True)):
-        monkeypatch.setattr(scored_models, "machine_memory", lambda memory=memory: memory)
+        monkeypatch.setattr(cpu_weights, "machine_memory", lambda memory=memory: memory)
         evaluation = Evaluation(capsys, half, tmp_path / f"{memory}.json")
         outcome = evaluation.run("--data", data, "--float32")
         assert outcome.code == 0, outcome.err
